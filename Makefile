@@ -17,8 +17,7 @@ GATE := .venv/bin/python scripts/amd_gate.py --wheels .venv/gate \
 	&& .venv/bin/python scripts/wheel_gate.py --wheels .venv/gate \
 	&& PYTHONPATH=.venv/gate .venv/bin/python -W ignore scripts/triton_gate.py \
 	&& PYTHONPATH=.venv/gate TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -n 2 -m "$(MARKED)" \
-		tests/kernels/triton tests/kernels/ops/test_decode_attention.py tests/kernels/ops/test_prompt_attention.py \
-		tests/kernels/ops/test_greedy.py tests/kernels/ops/test_step_end.py tests/kernels/ops/test_query_key.py
+		tests/kernels/triton tests/kernels/ops/attention tests/kernels/ops/sampling tests/kernels/ops/step \
 
 .PHONY: help run test test-all lint bench gate gate-all smoke wheel force
 

@@ -13,7 +13,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 VARIABLE = "ACCELPATCH_WHEEL_KERNELS"
-PLACE = "accelpatch/kernels/prebuilt"  # kernels/build/prebuilt.py looks there
+PLACE = "accelpatch/kernels/prebuilt"  # kernels/compiling/prebuilt.py looks there
 GLIBC = (2, 28)  # the oldest that the libraries run on
 
 

@@ -20,8 +20,8 @@ from accelpatch import device as devices
 from accelpatch.checkpoints import statistics as files
 from accelpatch.errors import PatchError
 from accelpatch.fusion.verified import check_layers
-from accelpatch.kernels.build import libraries
 from accelpatch.kernels.check.while_running import checked
+from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
 from accelpatch.models.family import roles_of
 from accelpatch.models.fingerprint import fingerprint

@@ -19,8 +19,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from accelpatch.kernels.build import occupancy, resources
-from accelpatch.kernels.build.occupancy import Resources
+from accelpatch.kernels.compiling import occupancy, resources
+from accelpatch.kernels.compiling.occupancy import Resources
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / "accelpatch/kernels/hip"
@@ -177,7 +177,7 @@ def over(found: dict[str, int], held: dict[str, int] | None) -> list[str]:
 
 def build(arch: str, source: Path, command: list[str], wheels: Path, out: Path) -> str:
     """Assembly of one source, beside `out`; raises CalledProcessError where it does not compile or link."""
-    subprocess.run([*command, "-S", str(source), "-o", f"{out}.s"], check=True)
+    subprocess.run([*command, f"-I{SOURCES}", "-S", str(source), "-o", f"{out}.s"], check=True)
     target = [*linker(arch, wheels), "-shared", "--no-undefined", f"{out}.o", "-o", f"{out}.so"]
     cc = ["clang-19", "--target=amdgcn-amd-amdhsa", f"-mcpu={arch}"]
     if arch == "gfx950":
@@ -203,7 +203,8 @@ def compiled(wheels: Path, folder: Path) -> dict[tuple[str, str], str]:
 
     def assembly(job: tuple[str, str]) -> str:
         arch, kernel = job
-        return build(arch, SOURCES / f"{kernel}.hip", by_arch[arch], wheels, folder / f"{kernel}.{arch}")
+        source = next(SOURCES.rglob(f"{kernel}.hip"))
+        return build(arch, source, by_arch[arch], wheels, folder / f"{kernel}.{arch}")
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         texts = pool.map(assembly, jobs)

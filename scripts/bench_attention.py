@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from accelpatch.bench.read_limit import read_limit
 from accelpatch.bench.timing import measure_replays
+from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.check import attention_check
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.ops import decode_attention
-from accelpatch.kernels.ops.attention_shape import AttentionShape
+from accelpatch.kernels.ops.attention import decode_attention
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16

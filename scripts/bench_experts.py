@@ -37,8 +37,8 @@ from accelpatch.device import probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
 from accelpatch.kernels.layouts.expert_stack import Stack
-from accelpatch.kernels.ops import experts
-from accelpatch.kernels.ops.expert_cases import in_tiles, of_random
+from accelpatch.kernels.ops.experts import experts
+from accelpatch.kernels.ops.experts.cases import in_tiles, of_random
 
 COMMON = {"vocab_size": 32000, "max_position_embeddings": 4096, "tie_word_embeddings": False, "eos_token_id": None}
 #: shape -> (class, configuration besides the number of layers, (E, H, I, k))

@@ -28,8 +28,8 @@ from accelpatch.bench.timing import Timing, measure, measure_replays
 from accelpatch.device import probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
-from accelpatch.kernels.ops import attention_cases
-from accelpatch.kernels.ops.flash_attention import OP, spec
+from accelpatch.kernels.ops.attention import cases as attention_cases
+from accelpatch.kernels.ops.attention.flash_attention import OP, spec
 
 DTYPE = torch.bfloat16
 CHECKED = {

@@ -34,9 +34,9 @@ from accelpatch.device import probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
 from accelpatch.kernels.layouts.row_major import FP8, fp8_name
-from accelpatch.kernels.ops.gated_activation import gated_activation
-from accelpatch.kernels.ops.gemm_w8a8 import gemm_w8a8
-from accelpatch.kernels.ops.quantize_rows import quantize_rows
+from accelpatch.kernels.ops.activation.gated_activation import gated_activation
+from accelpatch.kernels.ops.activation.quantize_rows import quantize_rows
+from accelpatch.kernels.ops.linear.gemm_w8a8 import gemm_w8a8
 from accelpatch.models import load
 
 #: order -> implementations of gemm_fp8 and gated_fp8, as in dispatch.TABLE

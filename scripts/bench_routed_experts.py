@@ -27,10 +27,10 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.layouts.row_major import Plain
-from accelpatch.kernels.ops import choose_experts, experts, routed_experts
-from accelpatch.kernels.ops.expert_cases import in_tiles, of_random
-from accelpatch.kernels.ops.fused_linear import FusedLinear
-from accelpatch.kernels.ops.fused_norm import FusedNorm
+from accelpatch.kernels.ops.experts import choose_experts, experts, routed_experts
+from accelpatch.kernels.ops.experts.cases import in_tiles, of_random
+from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
+from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
 
 #: (E, H, I, experts a token)
 SHAPES = {"mixtral": (8, 4096, 14336, 2), "qwen3_moe": (128, 2048, 768, 8)}

@@ -88,7 +88,7 @@ def products(device: torch.device, rows: int) -> list[dict[str, Any]]:
 
 def calls(device: torch.device, m: int, n: int, k: int) -> dict[str, Any]:
     """What is timed of one shape."""
-    from accelpatch.kernels.ops.gemm_w8a8 import gemm_w8a8
+    from accelpatch.kernels.ops.linear.gemm_w8a8 import gemm_w8a8
 
     a, b = (torch.randint(-127, 128, (size, k), dtype=torch.int8, device=device) for size in (m, n))
     x, w = (torch.randn(size, k, dtype=torch.bfloat16, device=device) for size in (m, n))

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from accelpatch.device import probe  # noqa: E402
-from accelpatch.kernels.build import libraries  # noqa: E402
+from accelpatch.kernels.compiling import libraries  # noqa: E402
 from hatch_build import GLIBC, VARIABLE  # noqa: E402
 
 ARCHS = ("x86_64", "aarch64")

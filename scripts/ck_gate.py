@@ -21,9 +21,9 @@ from pathlib import Path
 import amd_gate
 from amd_gate import ARCHS, build, code_of, commands
 
-from accelpatch.kernels.build import resources
-from accelpatch.kernels.build.ck_libraries import CK_LIBRARIES, SOURCE
-from accelpatch.kernels.build.occupancy import Resources
+from accelpatch.kernels.compiling import resources
+from accelpatch.kernels.compiling.ck_libraries import CK_LIBRARIES, SOURCE
+from accelpatch.kernels.compiling.occupancy import Resources
 
 SOURCES = amd_gate.ROOT / "accelpatch/kernels/ck"
 QUICK = ("ck_linear_i8_256x128",)

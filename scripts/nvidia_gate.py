@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from accelpatch.device import ARCHS, KNOWN
 from accelpatch.errors import KernelError
-from accelpatch.kernels.build import resources
-from accelpatch.kernels.build.gpu_libraries import FUNCTIONS
-from accelpatch.kernels.build.targets import target
+from accelpatch.kernels.compiling import resources
+from accelpatch.kernels.compiling.gpu_libraries import FUNCTIONS
+from accelpatch.kernels.compiling.targets import target
 
 DEFAULT = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 SHOWN = 5  # of the kernels that spill

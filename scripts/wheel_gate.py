@@ -22,13 +22,13 @@ from build_wheel import ARCHS, ROOT, compiled, compiler
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.kernels.build import libraries
 from accelpatch.kernels.check import parity
 from accelpatch.kernels.codebooks import table
+from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu.native_library import ACTIVATIONS, DTYPES, ISAS, OFFSETS
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
-from accelpatch.kernels.ops import packed_linear
+from accelpatch.kernels.ops.linear import packed_linear
 from tests.support import packs
 
 QEMU = ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")

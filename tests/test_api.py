@@ -17,7 +17,7 @@ from transformers import GenerationMixin
 import accelpatch
 from accelpatch import device as devices
 from accelpatch.errors import AccelpatchError, PatchError, PlanError
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from tests.support.simulated import greedy, logits, simulated
 from tests.support.tiny import CAUSAL, VOCABULARY, full_batch, padded_batch, snapshot
 

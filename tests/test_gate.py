@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from accelpatch.kernels.build.occupancy import Resources
+from accelpatch.kernels.compiling.occupancy import Resources
 
 ROOT = Path(__file__).parent.parent
 NOT_OF_AMD = ("read_limit", "decode_attention_one")  # of benchmarks; kernels of NVIDIA alone

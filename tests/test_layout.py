@@ -62,7 +62,7 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "hf": ("api checkpoints", ""),  # what a program imports to have transformers load saved patched models
     "cli": (
         # cache: lists and clears it; checkpoints: inspect, and where results go
-        "api bench kernels.build models.catalog models.precheck checkpoints.inspection checkpoints.target tuning "
+        "api bench kernels.compiling models.catalog models.precheck checkpoints.inspection checkpoints.target tuning "
         "recipe report device errors cache progress",
         "typer rich jinja2",  # jinja2: what a chat template raises
     ),

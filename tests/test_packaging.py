@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from accelpatch.device import probe
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
 
 ROOT = Path(__file__).parent.parent
@@ -72,7 +72,7 @@ def test_wheel_carries_recipes_and_types(tmp_path: Path) -> None:
 LOADED = """
 import accelpatch
 from accelpatch.device import probe
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
 print(libraries.source_of("cpu", probe("cpu")))
 print(native_library.isa())

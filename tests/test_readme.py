@@ -27,8 +27,8 @@ from accelpatch.bench import read_limit, timing
 from accelpatch.cli import app
 from accelpatch.device import probe
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.build import libraries
-from accelpatch.kernels.ops import attention_stored
+from accelpatch.kernels.compiling import libraries
+from accelpatch.kernels.ops.attention import stored as attention_stored
 from accelpatch.models import embedded
 from accelpatch.recipe import quality
 from tests.cli.conftest import byte_tokenizer, save_model

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from accelpatch.bench.timing import between_events, measure
 from accelpatch.device import probe
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 
 FLOOR = 1 << 29  # bytes: more than any last-level cache of a GPU (MI300X: 256 MiB)
 REPEATS = 7

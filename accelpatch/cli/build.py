@@ -34,7 +34,7 @@ def build(
 
     if out:
         target.check_folder(out)
-    from accelpatch.kernels.build import libraries as building
+    from accelpatch.kernels.compiling import libraries as building
 
     found: list[dict[str, Any]] = []
     for device in [device_of(name) for name in arch or [HOST]]:

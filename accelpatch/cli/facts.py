@@ -93,7 +93,7 @@ def _ask_torch() -> dict[str, Any]:
     import torch
 
     from accelpatch.device import probe
-    from accelpatch.kernels.build import libraries
+    from accelpatch.kernels.compiling import libraries
 
     try:
         kernels = libraries.source_of("cpu", probe("cpu"))

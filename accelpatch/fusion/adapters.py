@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.kernels.layouts.row_major import Plain
-from accelpatch.kernels.ops.fused_linear import FusedLinear
-from accelpatch.kernels.ops.fused_norm import FusedNorm
-from accelpatch.kernels.ops.gated_activation import ACTIVATIONS, gated, gated_activation
+from accelpatch.kernels.ops.activation.gated_activation import ACTIVATIONS, gated, gated_activation
+from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
+from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
 
 SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "cast_input_dtype_enabled")
 ALIGNED = 8  # concatenated ranks are padded to a multiple: rows of 16 bytes

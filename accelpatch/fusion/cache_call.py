@@ -13,8 +13,15 @@ from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.call import run_module
 from accelpatch.fusion.decoder import layers_of
 from accelpatch.fusion.module_cache import ModuleCache
-from accelpatch.kernels.ops.attention_shape import AttentionShape
-from accelpatch.kernels.ops.prompt_attention import Shown, attend, attend_by_torch, module_mask, rotate_, shown
+from accelpatch.kernels.attention_shape import AttentionShape
+from accelpatch.kernels.ops.attention.prompt_attention import (
+    Shown,
+    attend,
+    attend_by_torch,
+    module_mask,
+    rotate_,
+    shown,
+)
 
 
 @dataclass(eq=False)

@@ -17,16 +17,16 @@ from torch import Tensor
 from accelpatch.fusion.adapters import Adapted
 from accelpatch.fusion.call import Call
 from accelpatch.fusion.signals import without_signals
+from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS, Signal
 from accelpatch.kernels.layouts.row_major import FP8
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
-from accelpatch.kernels.ops.attention_shape import AttentionShape
-from accelpatch.kernels.ops.fused_linear import FusedLinear
-from accelpatch.kernels.ops.fused_norm import FusedNorm
-from accelpatch.kernels.ops.gated_rows import gated_rows
-from accelpatch.kernels.ops.quantize_rows import QuantizedRows
-from accelpatch.kernels.ops.query_key import prepare_query_key_
-from accelpatch.kernels.ops.query_key_form import QueryKey
+from accelpatch.kernels.ops.activation.gated_rows import gated_rows
+from accelpatch.kernels.ops.activation.quantize_rows import QuantizedRows
+from accelpatch.kernels.ops.attention.query_key import prepare_query_key_
+from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
+from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
+from accelpatch.kernels.query_key_form import QueryKey
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,8 +24,8 @@ from accelpatch.fusion.spread import ByModule, Sentinels, Spread, is_offloaded
 from accelpatch.fusion.static_call import PromptCall, StepCall
 from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS, MAX_ROWS
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
-from accelpatch.kernels.ops.fused_linear import FusedLinear
-from accelpatch.kernels.ops.fused_norm import FusedNorm
+from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
+from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
 from accelpatch.kernels.triton.launch import on_device
 
 FUSED = "fused layers"

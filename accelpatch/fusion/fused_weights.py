@@ -17,7 +17,7 @@ from accelpatch.kernels.layouts.layout import concatenated
 from accelpatch.kernels.layouts.row_major import Int8Rows, Plain
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
-from accelpatch.kernels.ops.fused_linear import SILU, FusedLinear
+from accelpatch.kernels.ops.linear.fused_linear import SILU, FusedLinear
 from accelpatch.modules.codebook_linear import CodebookLinear
 from accelpatch.modules.compact_linear import CompactLinear
 from accelpatch.modules.fp8_linear import Fp8Linear

@@ -14,7 +14,7 @@ from torch import nn
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.fusion.planned import libraries, planned
-from accelpatch.kernels.ops.rmsnorm import chosen
+from accelpatch.kernels.ops.norm.rmsnorm import chosen
 from accelpatch.models.family import LayerForm, form_of, linears_of, norm_of
 from accelpatch.modules.norm import ResidualNormLayer, positional_names
 from accelpatch.modules.replacement import adopt, skipped

@@ -18,12 +18,13 @@ from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.decoder import Decoder, found_in
 from accelpatch.fusion.read_layers import DTYPES
 from accelpatch.fusion.spread import OFFLOADED, offloaded_inside
+from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.cpu.native_library import LINEARS
-from accelpatch.kernels.hip import attention as hip_attention
-from accelpatch.kernels.ops import decode_attention, routed_experts
-from accelpatch.kernels.ops.attention_shape import AttentionShape
-from accelpatch.kernels.ops.fused_linear import INSIDE, SILU
+from accelpatch.kernels.hip.attention import binding as hip_attention
+from accelpatch.kernels.ops.attention import decode_attention
+from accelpatch.kernels.ops.experts import routed_experts
+from accelpatch.kernels.ops.linear.fused_linear import INSIDE, SILU
 from accelpatch.models.family import child_of, family_of_layer, form_of, has_layer_norms, linears_of
 from accelpatch.patching.replacer import Reason, Replaced
 from accelpatch.patching.site import Site

@@ -12,10 +12,10 @@ from accelpatch.fusion.adapters import base_of
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_weights import fused_linear
 from accelpatch.fusion.spread import device_of
-from accelpatch.kernels.ops import decode_attention
-from accelpatch.kernels.ops.attention_shape import AttentionShape, Zeros
-from accelpatch.kernels.ops.fused_norm import FusedNorm
-from accelpatch.kernels.ops.query_key_form import QueryKey
+from accelpatch.kernels.attention_shape import AttentionShape, Zeros
+from accelpatch.kernels.ops.attention import decode_attention
+from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
+from accelpatch.kernels.query_key_form import QueryKey
 from accelpatch.models.family import norm_of as kind_of
 from accelpatch.modules.norm import FusedRMSNorm
 

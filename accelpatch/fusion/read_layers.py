@@ -30,8 +30,8 @@ from accelpatch.fusion.spread import (
     offloaded_inside,
     spread_of,
 )  # fmt: skip
-from accelpatch.kernels.ops.attention_shape import AttentionShape, Zeros
-from accelpatch.kernels.ops.fused_linear import FusedLinear
+from accelpatch.kernels.attention_shape import AttentionShape, Zeros
+from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
 from accelpatch.models.family import form_of
 from accelpatch.modules.experts import Experts
 from accelpatch.modules.gated_mlp import GatedMLP

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from accelpatch.device import Device, probe
 from accelpatch.fusion.adapters import Adapted
-from accelpatch.kernels.hip import attention
+from accelpatch.kernels.attention_shape import AttentionShape
+from accelpatch.kernels.hip.attention import binding as attention
 from accelpatch.kernels.hip.binding import K_TILE, SENTINEL, Signal
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
-from accelpatch.kernels.ops.attention_shape import AttentionShape
-from accelpatch.kernels.ops.fused_linear import FusedLinear
+from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
 
 ALIGNED = 8  # 16-bit columns per 16-byte read
 

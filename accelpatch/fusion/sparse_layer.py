@@ -20,9 +20,9 @@ from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_layer import FusedLayer, _input_of
 from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS
 from accelpatch.kernels.layouts.row_major import Plain
-from accelpatch.kernels.ops.choose_experts import choose_experts
-from accelpatch.kernels.ops.fused_linear import FusedLinear
-from accelpatch.kernels.ops.fused_norm import FusedNorm
+from accelpatch.kernels.ops.experts.choose_experts import choose_experts
+from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
+from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
 from accelpatch.modules.experts import Experts
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from accelpatch.fusion.call import is_whole, run_module
 from accelpatch.fusion.decoder import layers_of
 from accelpatch.fusion.module_cache import ModuleCache
-from accelpatch.kernels.ops.decode_attention import decode_attention_
-from accelpatch.kernels.ops.prompt_attention import Shown, module_mask, prompt_attention_, shown
+from accelpatch.kernels.ops.attention.decode_attention import decode_attention_
+from accelpatch.kernels.ops.attention.prompt_attention import Shown, module_mask, prompt_attention_, shown
 
 
 @dataclass(eq=False)

@@ -24,59 +24,59 @@ import torch
 from accelpatch.device import Device, probe
 from accelpatch.errors import CompileError, KernelError
 from accelpatch.kernels import uncompiled
+from accelpatch.kernels.arguments import FLOATS
 from accelpatch.kernels.spec import Described, Kernel, Result, Spec, in_precision
 
-#: operation -> (file in ops/, implementations in order of preference)
+#: operation -> (module in ops/, implementations in order of preference)
 TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "gemv": ("gemv", ("hip", "triton", "torch")),
-    "int8_linear": ("int8_linear", ("hip", "triton", "torch")),
-    "int4_linear": ("int4_linear", ("torch",)),
-    "tiled_int4_linear": ("tiled_int4_linear", ("hip_gemm", "hip", "triton", "torch")),
-    "compact_linear": ("compact_linear", ("hip", "hip_unpack", "torch")),
-    "fp8_linear": ("fp8_linear", ("hip", "torch")),
-    "quantize_rows": ("quantize_rows", ("triton", "torch")),
-    "gemm_w8a8": ("gemm_w8a8", ("ck", "triton", "int_mm", "torch")),
-    "gemm_fp8": ("gemm_fp8", ("scaled_mm", "triton", "torch")),
-    "gated_fp8": ("gemm_fp8", ("scaled_mm", "triton", "operations")),
-    "w8a8_linear": ("w8a8_linear", ("hip", "triton", "operations")),
-    "w8a8_packed": ("w8a8_packed", ("cpu", "torch")),
-    "int8_embedding": ("int8_embedding", ("torch",)),
-    "block_linear": ("block_linear", ("triton", "torch")),
-    "block_embedding": ("block_linear", ("torch",)),
-    "packed_linear": ("packed_linear", ("cpu", "torch")),
-    "packed_embedding": ("packed_linear", ("cpu", "torch")),
-    "rmsnorm": ("rmsnorm", ("triton", "torch")),
-    "add_rmsnorm": ("rmsnorm", ("triton", "torch")),
-    "rmsnorm_add": ("rmsnorm", ("triton", "torch")),
-    "rmsnorm_rows": ("rmsnorm_rows", ("triton", "operations")),
-    "gated_rows": ("gated_rows", ("triton", "operations")),
-    "codebook_linear": ("codebook_linear", ("torch",)),
-    "reorder": ("reorder", ("triton", "operations")),
-    "layernorm_q": ("layernorm_q", ("triton", "torch")),
-    "int8_attention": ("int8_attention", ("triton", "torch")),
-    "flash_attention": (  # the order is by device: ops/attention_order.py
-        "flash_attention",
+    "float_linear": ("linear.float_linear", ("hip", "triton", "torch")),
+    "int8_linear": ("linear.int8_linear", ("hip", "triton", "torch")),
+    "int4_linear": ("linear.int4_linear", ("torch",)),
+    "tiled_int4_linear": ("linear.tiled_int4_linear", ("hip_gemm", "hip", "triton", "torch")),
+    "compact_linear": ("linear.compact_linear", ("hip", "hip_unpack", "torch")),
+    "fp8_linear": ("linear.fp8_linear", ("hip", "torch")),
+    "quantize_rows": ("activation.quantize_rows", ("triton", "torch")),
+    "gemm_w8a8": ("linear.gemm_w8a8", ("ck", "triton", "int_mm", "torch")),
+    "gemm_fp8": ("linear.gemm_fp8", ("scaled_mm", "triton", "torch")),
+    "gated_fp8": ("linear.gemm_fp8", ("scaled_mm", "triton", "operations")),
+    "w8a8_linear": ("linear.w8a8_linear", ("hip", "triton", "operations")),
+    "w8a8_packed": ("linear.w8a8_packed", ("cpu", "torch")),
+    "int8_embedding": ("linear.int8_embedding", ("torch",)),
+    "block_linear": ("linear.block_linear", ("triton", "torch")),
+    "block_embedding": ("linear.block_linear", ("torch",)),
+    "packed_linear": ("linear.packed_linear", ("cpu", "torch")),
+    "packed_embedding": ("linear.packed_linear", ("cpu", "torch")),
+    "rmsnorm": ("norm.rmsnorm", ("triton", "torch")),
+    "add_rmsnorm": ("norm.rmsnorm", ("triton", "torch")),
+    "rmsnorm_add": ("norm.rmsnorm", ("triton", "torch")),
+    "rmsnorm_rows": ("norm.rmsnorm_rows", ("triton", "operations")),
+    "gated_rows": ("activation.gated_rows", ("triton", "operations")),
+    "codebook_linear": ("linear.codebook_linear", ("torch",)),
+    "reorder": ("linear.reorder", ("triton", "operations")),
+    "layernorm_q": ("norm.layernorm_q", ("triton", "torch")),
+    "int8_attention": ("attention.int8_attention", ("triton", "torch")),
+    "flash_attention": (  # the order is by device: ops/attention/order.py
+        "attention.flash_attention",
         (
             "cpu", "triton", "flash_attn_3", "flash_attn_2", "hub", "aiter", "xformers",
             "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "sdpa", "eager",
         ),
     ),
-    "rotary_cos_sin": ("rope", ("triton", "torch")),
-    "gated_activation": ("gated_activation", ("triton", "torch")),
-    "decode_attention": ("decode_attention", ("hip", "triton", "torch")),
-    "prepare_query_key": ("query_key", ("triton", "torch")),
-    "prompt_rotary": ("prompt_attention", ("triton", "torch")),
-    "decode_step": ("decode_step", ("cpu",)),
-    "greedy": ("greedy", ("triton", "torch")),
-    "step_end": ("step_end", ("triton", "torch")),
-    "experts": ("experts", ("hip", "triton", "torch")),
-    "routed_experts": ("routed_experts", ("hip", "operations")),
-    "packed_experts": ("packed_experts", ("cpu", "torch")),
-    "choose_experts": ("choose_experts", ("triton", "torch")),
-    "fused_linear": ("fused_linear", ("hip", "operations")),
-    "large_m_linear": ("fused_linear", ("hip_gemm", "triton", "operations")),
+    "rotary_cos_sin": ("attention.rope", ("triton", "torch")),
+    "gated_activation": ("activation.gated_activation", ("triton", "torch")),
+    "decode_attention": ("attention.decode_attention", ("hip", "triton", "torch")),
+    "prepare_query_key": ("attention.query_key", ("triton", "torch")),
+    "prompt_rotary": ("attention.prompt_attention", ("triton", "torch")),
+    "decode_step": ("step.decode_step", ("cpu",)),
+    "greedy": ("sampling.greedy", ("triton", "torch")),
+    "step_end": ("step.step_end", ("triton", "torch")),
+    "experts": ("experts.experts", ("hip", "triton", "torch")),
+    "routed_experts": ("experts.routed_experts", ("hip", "operations")),
+    "packed_experts": ("experts.packed_experts", ("cpu", "torch")),
+    "choose_experts": ("experts.choose_experts", ("triton", "torch")),
+    "fused_linear": ("linear.fused_linear", ("hip", "operations")),
+    "large_m_linear": ("linear.fused_linear", ("hip_gemm", "triton", "operations")),
 }  # fmt: skip
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # on any device; much cheaper than for one
 
@@ -289,9 +289,3 @@ def output_dtypes(op: str, args: Sequence[Any]) -> tuple[torch.dtype, ...]:
 def anywhere(spec: Spec, device: Device) -> str | None:
     """The `why_not` of implementations in plain torch, which run every spec on every device."""
     return None
-
-
-def require(holds: bool, op: str, message: str) -> None:
-    """Raise KernelError(message) unless `holds`."""
-    if not holds:
-        raise KernelError(f"{op}: {message}")

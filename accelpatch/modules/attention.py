@@ -28,8 +28,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.ops.attention_mask import combined, visible
-from accelpatch.kernels.ops.flash_attention import by_eager, flash_attention
+from accelpatch.kernels.ops.attention.flash_attention import by_eager, flash_attention
+from accelpatch.kernels.ops.attention.mask import combined, visible
 from accelpatch.modules.attention_mask import attention_mask
 from accelpatch.modules.attention_settings import (
     NAME,

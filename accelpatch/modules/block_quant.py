@@ -9,8 +9,8 @@ from torch import Tensor
 from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.gguf_blocks import columns
-from accelpatch.kernels.ops.block_linear import block_embedding, block_linear
-from accelpatch.kernels.ops.packed_linear import packed_linear
+from accelpatch.kernels.ops.linear.block_linear import block_embedding, block_linear
+from accelpatch.kernels.ops.linear.packed_linear import packed_linear
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.weight_only import QuantizedEmbedding

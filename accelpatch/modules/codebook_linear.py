@@ -8,9 +8,9 @@ from torch import Tensor
 
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
-from accelpatch.kernels.ops.codebook_linear import codebook_linear
-from accelpatch.kernels.ops.packed_linear import packed_linear
-from accelpatch.kernels.ops.tiled_int4_linear import tiled_int4_linear, tiles_of_codes
+from accelpatch.kernels.ops.linear.codebook_linear import codebook_linear
+from accelpatch.kernels.ops.linear.packed_linear import packed_linear
+from accelpatch.kernels.ops.linear.tiled_int4_linear import tiled_int4_linear, tiles_of_codes
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.quant import codebook

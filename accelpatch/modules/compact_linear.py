@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
-from accelpatch.kernels.ops.compact_linear import compact_linear, unpacked
-from accelpatch.kernels.ops.gemv import gemv
+from accelpatch.kernels.ops.linear.compact_linear import compact_linear, unpacked
+from accelpatch.kernels.ops.linear.float_linear import float_linear
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.packed_weight import PackedWeight
 
@@ -102,7 +102,7 @@ class CompactLinear(PackedWeight):
         if x.dtype != self.like.dtype:  # torch casts the weight too
             return functional.linear(x, self.dequantized(), self.bias)
         if self.tiles is None:
-            return gemv(x, self.weight, self.bias)
+            return float_linear(x, self.weight, self.bias)
         return compact_linear(x, *self.tiles, self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

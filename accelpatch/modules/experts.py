@@ -15,7 +15,7 @@ from transformers.integrations import moe
 from accelpatch import own_code
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.expert_stack import Stack
-from accelpatch.kernels.ops.experts import experts
+from accelpatch.kernels.ops.experts.experts import experts
 from accelpatch.modules.replacement import Replacement, adopt
 
 SETTING = "_experts_implementation"  # the attribute of a configuration that holds the implementation's name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from accelpatch.kernels.ops.w8a8_linear import w8a8_linear
+from accelpatch.kernels.ops.linear.w8a8_linear import w8a8_linear
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.weight_only import Fp8WeightOnlyLinear
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from accelpatch.kernels.ops.by_layout import LINEARS
-from accelpatch.kernels.ops.gated_activation import gated_activation
+from accelpatch.kernels.ops.activation.gated_activation import gated_activation
+from accelpatch.kernels.ops.linear.by_layout import LINEARS
 from accelpatch.modules.replacement import Replacement, intact, is_observed
 
 

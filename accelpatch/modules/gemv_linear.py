@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.hip.binding import prefetchable
-from accelpatch.kernels.ops.gemv import gemv
+from accelpatch.kernels.ops.linear.float_linear import float_linear
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.replacement import Replacement
 
@@ -26,7 +26,7 @@ class GemvLinear(Replacement):
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
         if takes_kernel(x, self.weight):
-            return gemv(autocast(x), self.weight, self.bias)
+            return float_linear(autocast(x), self.weight, self.bias)
         return functional.linear(x, self.weight, self.bias)
 
 
@@ -39,7 +39,7 @@ class GemvConv1D(Replacement):
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
         if takes_kernel(x, self.weight):
-            return gemv(autocast(x), self.weight.t(), self.bias)
+            return float_linear(autocast(x), self.weight.t(), self.bias)
         y: Tensor = super().forward(x)
         return y
 

@@ -4,7 +4,7 @@
     W8A8B8O8Linear           q = rint(a (x . weight^T) + b bias)            weight[N, K], bias[1, N] int8; a, b float32
     W8A8B8O8LinearReLU       the same through ReLU
     W8A8BF32OF32Linear       y = a (x . weight^T) + bias                    weight int8, bias[1, N] float32; a float32
-    qk_bmm, pv_bmm           their factors: a of each                       kernels/ops/int8_attention.py
+    qk_bmm, pv_bmm           their factors: a of each                       kernels/ops/attention/int8_attention.py
 
 Between the residual additions everything is int8: the norms' outputs, q, k and v and with them the KV cache, the
 probabilities, and fc1's output. All scales are static; those of two neighbours are one factor. The state dict is that
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.ops.gemm_w8a8 import gemm_w8a8
-from accelpatch.kernels.ops.int8_attention import int8_attention
-from accelpatch.kernels.ops.layernorm_q import layernorm_q
+from accelpatch.kernels.ops.attention.int8_attention import int8_attention
+from accelpatch.kernels.ops.linear.gemm_w8a8 import gemm_w8a8
+from accelpatch.kernels.ops.norm.layernorm_q import layernorm_q
 from accelpatch.modules.replacement import adopt, is_observed, without_casts
 
 IMPLEMENTATIONS = ("sdpa", "eager", None)  # of transformers' attention, whose masks are read

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.kernels.ops.rmsnorm import add_rmsnorm, rmsnorm
+from accelpatch.kernels.ops.norm.rmsnorm import add_rmsnorm, rmsnorm
 from accelpatch.modules.replacement import Replacement, intact, is_observed
 
 SMOOTHED = "it is smoothed by statistics of its own weights and takes no others: unpatch, load, and patch again"

@@ -12,9 +12,9 @@ from accelpatch.errors import KernelError, PatchError
 from accelpatch.kernels.layouts import expert_tiles
 from accelpatch.kernels.layouts.expert_pack import ExpertPack
 from accelpatch.kernels.layouts.expert_stack import Stack, from_words, to_words
-from accelpatch.kernels.ops.experts import experts, tiles_for
-from accelpatch.kernels.ops.packed_experts import packed_experts
-from accelpatch.kernels.ops.routed_experts import routed_experts, why_not_one
+from accelpatch.kernels.ops.experts.experts import experts, tiles_for
+from accelpatch.kernels.ops.experts.packed_experts import packed_experts
+from accelpatch.kernels.ops.experts.routed_experts import routed_experts, why_not_one
 from accelpatch.modules.experts import DOWN, UP, Experts, ExpertsForm, original_of
 from accelpatch.modules.replacement import ON_DEMAND, PATH, adopt, without_casts
 from accelpatch.modules.weight_view import WAY, UnpackedWeight, WeightView

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelpatch.kernels.ops.rope import rotary_cos_sin
+from accelpatch.kernels.ops.attention.rope import rotary_cos_sin
 from accelpatch.modules.replacement import Replacement
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
-from accelpatch.kernels.ops.w8a8_linear import w8a8_linear
-from accelpatch.kernels.ops.w8a8_packed import w8a8_packed
+from accelpatch.kernels.ops.linear.w8a8_linear import w8a8_linear
+from accelpatch.kernels.ops.linear.w8a8_packed import w8a8_packed
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.norm import SMOOTHED
 from accelpatch.modules.packed_weight import PackedWeight

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
-from accelpatch.kernels.ops.fp8_linear import fp8_linear
-from accelpatch.kernels.ops.int4_linear import int4_linear
-from accelpatch.kernels.ops.int8_embedding import int8_embedding
-from accelpatch.kernels.ops.int8_linear import int8_linear
-from accelpatch.kernels.ops.packed_linear import packed_embedding, packed_linear
-from accelpatch.kernels.ops.tiled_int4_linear import tiled_int4_linear, tiles_for
+from accelpatch.kernels.ops.linear.fp8_linear import fp8_linear
+from accelpatch.kernels.ops.linear.int4_linear import int4_linear
+from accelpatch.kernels.ops.linear.int8_embedding import int8_embedding
+from accelpatch.kernels.ops.linear.int8_linear import int8_linear
+from accelpatch.kernels.ops.linear.packed_linear import packed_embedding, packed_linear
+from accelpatch.kernels.ops.linear.tiled_int4_linear import tiled_int4_linear, tiles_for
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.replacement import adopt

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.gguf_blocks import FORMS, row_bytes
-from accelpatch.kernels.ops.gguf_values import dequantize_rows, half_at, nibbles, split_blocks
+from accelpatch.kernels.ops.linear.gguf_values import dequantize_rows, half_at, nibbles, split_blocks
 from accelpatch.quant import int4
 from accelpatch.quant.weight import BlockWeight, QuantizedWeight
 

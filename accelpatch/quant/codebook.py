@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.codebooks import CODEBOOKS
-from accelpatch.kernels.ops import codebook_linear
+from accelpatch.kernels.ops.linear import codebook_linear
 from accelpatch.quant import int4
 from accelpatch.quant.weight import QuantizedWeight, grouped, row_blocks
 

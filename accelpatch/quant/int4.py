@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.ops import int4_linear
+from accelpatch.kernels.ops.linear import int4_linear
 from accelpatch.quant.weight import OrderedWeight, QuantizedWeight, grouped
 
 ZERO_CODE = -120  # a byte of two symmetric zeros, u = 8

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.ops import quantize_rows
+from accelpatch.kernels.ops.activation import quantize_rows
 from accelpatch.quant import int8
 from accelpatch.quant.calibration import ChannelStatistics
 

@@ -11,8 +11,8 @@ from torch import nn
 from accelpatch import own_code
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.ops import flash_attention
-from accelpatch.kernels.ops.attention_order import order
+from accelpatch.kernels.ops.attention import flash_attention
+from accelpatch.kernels.ops.attention.order import order
 from accelpatch.kernels.spec import Spec
 from accelpatch.modules.attention import attention
 from accelpatch.modules.attention_settings import Registered, why_not_implementation, why_not_interface

@@ -13,7 +13,7 @@ from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts import compact_tiles
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
-from accelpatch.kernels.ops import compact_linear
+from accelpatch.kernels.ops.linear import compact_linear
 from accelpatch.modules.compact_linear import CompactLinear
 from accelpatch.modules.replacement import adopt
 from accelpatch.patching.replacer import Choice, Reason

@@ -13,7 +13,8 @@ from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.expert_stack import BLOCK
-from accelpatch.kernels.ops import expert_gemv, experts, packed_experts
+from accelpatch.kernels.ops.experts import experts, packed_experts
+from accelpatch.kernels.ops.experts import gemv as expert_gemv
 from accelpatch.kernels.spec import Spec
 from accelpatch.models.family import ACTIVATION_CLASSES, CLAMPED_GATES
 from accelpatch.modules.experts import DOWN, UP, ExpertsForm, floats, form_of, rows_of

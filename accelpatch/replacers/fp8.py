@@ -16,7 +16,7 @@ from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.row_major import FP8, fp8_name
-from accelpatch.kernels.ops import fp8_linear, w8a8_linear
+from accelpatch.kernels.ops.linear import fp8_linear, w8a8_linear
 from accelpatch.modules.fp8_linear import Fp8Linear
 from accelpatch.modules.weight_only import Fp8WeightOnlyLinear, quantized
 from accelpatch.patching.replacer import Choice, Reason, Replacer

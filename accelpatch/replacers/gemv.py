@@ -10,7 +10,7 @@ from torch import nn
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.ops import gemv
+from accelpatch.kernels.ops.linear import float_linear
 from accelpatch.models.family import LINEAR_CLASSES
 from accelpatch.modules.gemv_linear import GemvConv1D, GemvLinear, rows_of_
 from accelpatch.modules.replacement import adopt
@@ -33,10 +33,12 @@ class Gemv(Replacer):
             return Reason(f"{name} is not known to be a plain linear layer")
         if device.kind == "cpu":
             return Reason("torch's own GEMM is used on a CPU")
-        reason = dispatch.why_not("gemv", NATIVE, gemv.of_shape(site.n, site.k, getattr(torch, site.dtype)), device)
+        reason = dispatch.why_not(
+            float_linear.OP, NATIVE, float_linear.of_shape(site.n, site.k, getattr(torch, site.dtype)), device
+        )
         if reason is not None:
             return Reason(f"torch's own GEMM is used: {reason}")
-        libraries = gemv.libraries(getattr(torch, site.dtype))
+        libraries = float_linear.libraries(getattr(torch, site.dtype))
         return Choice(NATIVE, site.token_bytes, site.token_bytes, site.bytes, libraries=libraries)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:

@@ -13,7 +13,7 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.gguf_blocks import FORMS, row_bytes
-from accelpatch.kernels.ops import block_linear, packed_linear
+from accelpatch.kernels.ops.linear import block_linear, packed_linear
 from accelpatch.modules.block_quant import BlockQuantEmbedding, BlockQuantLinear, BlockQuantModule
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.replacement import adopt

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from accelpatch.device import Device
 from accelpatch.errors import KernelError, PlanError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.ops import gemm_w8a8, int8_attention, layernorm_q
+from accelpatch.kernels.ops.attention import int8_attention
+from accelpatch.kernels.ops.linear import gemm_w8a8
+from accelpatch.kernels.ops.norm import layernorm_q
 from accelpatch.models.family import child_of
 from accelpatch.modules.int8_opt import IMPLEMENTATIONS, Int8OPTDecoderLayer, int8_layer
 from accelpatch.patching.replacer import Choice, Reason, Replacer

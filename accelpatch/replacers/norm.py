@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
-from accelpatch.kernels.ops.rmsnorm import chosen
+from accelpatch.kernels.ops.norm.rmsnorm import chosen
 from accelpatch.models.family import norm_of
 from accelpatch.modules.norm import FusedRMSNorm, SmoothedLayerNorm, with_own
 from accelpatch.modules.replacement import adopt

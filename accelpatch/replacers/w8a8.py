@@ -13,7 +13,7 @@ from accelpatch.device import Device
 from accelpatch.errors import KernelError, PlanError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.w8a8_pack import LONGEST
-from accelpatch.kernels.ops import w8a8_linear, w8a8_packed
+from accelpatch.kernels.ops.linear import w8a8_linear, w8a8_packed
 from accelpatch.modules.w8a8_linear import W8A8Linear, w8a8
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site

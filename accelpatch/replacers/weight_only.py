@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.build import libraries as built
+from accelpatch.kernels.compiling import libraries as built
 from accelpatch.kernels.layouts import int4_tiles
-from accelpatch.kernels.ops import int8_linear, packed_linear, tiled_int4_linear
+from accelpatch.kernels.ops.linear import int8_linear, packed_linear, tiled_int4_linear
 from accelpatch.kernels.spec import Spec
 from accelpatch.models.family import EMBEDDING_CLASSES, LINEAR_CLASSES
 from accelpatch.modules.quantized_module import QuantizedModule

@@ -14,7 +14,8 @@ from accelpatch.device import Device
 from accelpatch.errors import CompileError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
-from accelpatch.kernels.ops import attention_stored, flash_attention
+from accelpatch.kernels.ops.attention import flash_attention
+from accelpatch.kernels.ops.attention import stored as attention_stored
 from accelpatch.kernels.spec import Spec
 
 REPEATS, SECONDS = 5, 0.2  # of one implementation and shape: runs at least, and about so long

@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from accelpatch.bench.timing import measure_replays
 from accelpatch.kernels.layouts.int4_tiles import Tiles
-from accelpatch.kernels.ops import gemv
-from accelpatch.kernels.ops.fused_linear import gated
-from accelpatch.kernels.ops.tiled_int4_linear import by_triton
+from accelpatch.kernels.ops.linear import float_linear
+from accelpatch.kernels.ops.linear.fused_linear import gated
+from accelpatch.kernels.ops.linear.tiled_int4_linear import by_triton
 from benchmarks.layer_shapes import LAYER, rotation
 from tests.support.gemv_reference import wrong
 from tests.support.hip_gemv import Library, Packed, pack
@@ -61,9 +61,9 @@ def floats(n: int, k: int, x: Tensor, gate: bool) -> dict[str, float]:
         return gated(y, "silu") if gate else y
 
     kind = {"activation": "silu_gate"} if gate else {}
-    if reason := wrong(gemv.by_triton(x, held[0], gate=gate), held[0], x, kind):
+    if reason := wrong(float_linear.by_triton(x, held[0], gate=gate), held[0], x, kind):
         raise SystemExit(f"{n} x {k} M={x.shape[0]}: {reason}")
-    ways = {"Triton": lambda w: gemv.by_triton(x, w, gate=gate), "torch": by_torch}
+    ways = {"Triton": lambda w: float_linear.by_triton(x, w, gate=gate), "torch": by_torch}
     return {
         name: measure_replays(lambda way=way: [way(w) for w in held]).median / len(held) for name, way in ways.items()
     }

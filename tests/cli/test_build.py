@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from accelpatch.device import KNOWN, probe
-from accelpatch.kernels.build import libraries
-from accelpatch.kernels.build.gpu_libraries import GPU_LIBRARIES
-from accelpatch.kernels.build.targets import compiler, target
+from accelpatch.kernels.compiling import libraries
+from accelpatch.kernels.compiling.gpu_libraries import GPU_LIBRARIES
+from accelpatch.kernels.compiling.targets import compiler, target
 
 from .conftest import Cli
 

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from accelpatch.kernels.check.selftest import SelftestRecord
-from accelpatch.kernels.ops import rmsnorm
+from accelpatch.kernels.ops.norm import rmsnorm
 
 from .conftest import Cli
 

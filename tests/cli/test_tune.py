@@ -10,8 +10,9 @@ import pytest
 
 from accelpatch import device as devices
 from accelpatch.errors import CompileError
-from accelpatch.kernels.ops import attention_sdpa, flash_attention
-from accelpatch.kernels.ops.attention_stored import orders_of
+from accelpatch.kernels.ops.attention import flash_attention
+from accelpatch.kernels.ops.attention import sdpa as attention_sdpa
+from accelpatch.kernels.ops.attention.stored import orders_of
 from accelpatch.kernels.spec import Implementation
 
 from .conftest import Cli

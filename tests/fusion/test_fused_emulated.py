@@ -15,12 +15,14 @@ import accelpatch
 from accelpatch.fusion import read_layers, static_call
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.hip import attention, binding
-from accelpatch.kernels.hip import experts as hip_experts
+from accelpatch.kernels.hip import binding
+from accelpatch.kernels.hip.attention import binding as attention
+from accelpatch.kernels.hip.experts import binding as hip_experts
 from accelpatch.kernels.layouts import expert_tiles
-from accelpatch.kernels.ops import fused_linear, routed_experts
-from accelpatch.kernels.ops.fused_linear import FusedLinear
-from accelpatch.kernels.ops.fused_norm import FusedNorm
+from accelpatch.kernels.ops.experts import routed_experts
+from accelpatch.kernels.ops.linear import fused_linear
+from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
+from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
 from accelpatch.kernels.spec import Implementation
 from accelpatch.modules import quantized_experts
 from accelpatch.modules.quantized_experts import PARTS, QuantizedExperts
@@ -37,7 +39,7 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
     pytest.mark.skipif(DEVICE.type != "cpu", reason="its tensors lie on the CPU; test_fused_gpu.py is for a GPU"),
 ]
-EXPERT_SOURCES = ("experts_int4.hip",)
+EXPERT_SOURCES = ("experts/experts_int4.hip",)
 EXPERTS_IN_4_BITS = "extends: exact\nrules:\n  - match: {role: experts}\n    replace: int4_experts\n"
 SHAPE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 4224, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -48,7 +50,7 @@ SHAPE: dict[str, Any] = {
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Steps on the CPU go the way of a GPU's; which kernels are given a count to wait for. None overlaps."""
-    library = compiled("nvidia", ["gemv.hip", *EXPERT_SOURCES, *ATTENTION], "steps", tmp_path_factory)
+    library = compiled("nvidia", ["gemv/gemv.hip", *EXPERT_SOURCES, *ATTENTION], "steps", tmp_path_factory)
     library.set_emulator(4, 1, 0)
     library.set_clusters(1)
     library.set_beside(1)

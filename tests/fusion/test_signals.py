@@ -12,6 +12,7 @@ from accelpatch.fusion import static_call
 from accelpatch.fusion.adapters import Adapted
 from accelpatch.fusion.fused_layer import FusedLayer
 from accelpatch.fusion.signals import consumed_by_attention, consumed_by_down, with_signals
+from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import SENTINEL, Signal
@@ -19,9 +20,8 @@ from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.layouts.row_major import Plain
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
-from accelpatch.kernels.ops.attention_shape import AttentionShape
-from accelpatch.kernels.ops.fused_linear import FusedLinear
-from accelpatch.kernels.ops.fused_norm import FusedNorm
+from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
+from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
 from accelpatch.quant import int4
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_graph

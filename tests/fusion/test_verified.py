@@ -15,7 +15,7 @@ import accelpatch
 from accelpatch.device import probe
 from accelpatch.errors import PatchError, VerifyError
 from accelpatch.fusion import attention_facts, native_model, read_layers, static_call
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
 from accelpatch.recipe.recipe import load, parse
 from accelpatch.runtime.cpu.native_step import NATIVE

@@ -13,8 +13,8 @@ import torch
 from accelpatch.device import KNOWN, Device, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.ops import gemm_w8a8
-from accelpatch.kernels.ops.int8_linear import int8_linear, reference
+from accelpatch.kernels.ops.linear import gemm_w8a8
+from accelpatch.kernels.ops.linear.int8_linear import int8_linear, reference
 from accelpatch.kernels.spec import Implementation, Spec
 from tests.support.parity import name
 
@@ -42,7 +42,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
         vars(kernel), "implementations", {**more, **kernel.implementations}
     )  # a frozen dataclass keeps its fields in its __dict__
     monkeypatch.setattr(
-        dispatch, "TABLE", {**dispatch.TABLE, "int8_linear": ("int8_linear", ("never", "narrow", "torch"))}
+        dispatch, "TABLE", {**dispatch.TABLE, "int8_linear": ("linear.int8_linear", ("never", "narrow", "torch"))}
     )
 
 
@@ -90,7 +90,7 @@ def test_first_without_a_reason_wins() -> None:
 
 @pytest.mark.usefixtures("refusing")
 def test_no_implementation_gives_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "TABLE", {"int8_linear": ("int8_linear", ("never", "narrow"))})
+    monkeypatch.setattr(dispatch, "TABLE", {"int8_linear": ("linear.int8_linear", ("never", "narrow"))})
     with pytest.raises(KernelError) as raised:
         dispatch.choose("int8_linear", SPEC, KNOWN["gfx942"])
     for part in ("own chip, not a gfx942", "K is 32 or more", "K = 64", "keep this site"):
@@ -221,7 +221,7 @@ OF_REFERENCES = {"dense", "accumulators"} | PARTS_OF_ONE
 def test_references_share_no_code_with_implementations() -> None:
     """No reference calls an implementation's functions, and none imports this repository's kernels."""
     for file in {dispatch.TABLE[op][0] for op in CANONICAL}:
-        source = (Path(dispatch.__file__).parent / f"ops/{file}.py").read_text()
+        source = (Path(dispatch.__file__).parent / f"ops/{file.replace('.', '/')}.py").read_text()
         functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
         own = [functions[part] for part in ("reference", *OF_REFERENCES) if part in functions]
         called = {node.id for part in own for node in ast.walk(part) if isinstance(node, ast.Name)}

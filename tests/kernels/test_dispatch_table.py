@@ -14,19 +14,19 @@ import accelpatch
 from accelpatch.device import KNOWN, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.build import libraries
 from accelpatch.kernels.check.attention_check import Step, made
+from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.hip.binding import Signal
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.row_major import Int8Rows, Plain
-from accelpatch.kernels.ops import step_end
-from accelpatch.kernels.ops.decode_attention import decode_attention_
-from accelpatch.kernels.ops.fused_linear import FusedLinear, large_m_spec
-from accelpatch.kernels.ops.fused_linear import spec as fused_spec
-from accelpatch.kernels.ops.fused_norm import FusedNorm
-from accelpatch.kernels.ops.prompt_attention import Shown, prompt_attention_
+from accelpatch.kernels.ops.attention.decode_attention import decode_attention_
+from accelpatch.kernels.ops.attention.prompt_attention import Shown, prompt_attention_
+from accelpatch.kernels.ops.linear.fused_linear import FusedLinear, large_m_spec
+from accelpatch.kernels.ops.linear.fused_linear import spec as fused_spec
+from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
+from accelpatch.kernels.ops.step import step_end
 from accelpatch.kernels.spec import Spec
 from accelpatch.kernels.triton import launch
 from accelpatch.runtime.graphs import captured_graph
@@ -46,7 +46,7 @@ def rows(few: str, up_to_24: str, up_to_64: str, more: str) -> Names:
 
 #: (operation, group size, 0 for none) -> (on sm_90, on gfx942)
 CHOSEN: dict[tuple[str, int], tuple[Names, Names]] = {
-    ("gemv", 0): (rows(HIP, TRITON, TRITON, TORCH), rows(HIP, TORCH, TORCH, TORCH)),
+    ("float_linear", 0): (rows(HIP, TRITON, TRITON, TORCH), rows(HIP, TORCH, TORCH, TORCH)),
     ("int8_linear", K): (rows(HIP, TRITON, TRITON, TRITON), rows(HIP, TRITON, TRITON, TRITON)),
     ("int8_linear", 128): (rows(TRITON, TRITON, TRITON, TRITON), rows(TRITON, TRITON, TRITON, TRITON)),
     ("tiled_int4_linear", 128): (rows(HIP, HIP_GEMM, HIP_GEMM, TRITON), rows(HIP, TRITON, TRITON, TRITON)),
@@ -59,7 +59,7 @@ CHOSEN: dict[tuple[str, int], tuple[Names, Names]] = {
 }
 #: what differs where there is no Triton
 WITHOUT_TRITON: dict[tuple[str, int], tuple[Names, Names]] = {
-    ("gemv", 0): (rows(HIP, TORCH, TORCH, TORCH), rows(HIP, TORCH, TORCH, TORCH)),
+    ("float_linear", 0): (rows(HIP, TORCH, TORCH, TORCH), rows(HIP, TORCH, TORCH, TORCH)),
     ("int8_linear", K): (rows(HIP, HIP, HIP, TORCH), rows(HIP, HIP, HIP, TORCH)),
     ("int8_linear", 128): (rows(TORCH, TORCH, TORCH, TORCH), rows(TORCH, TORCH, TORCH, TORCH)),
     ("block_linear", 32): (rows(TORCH, TORCH, TORCH, TORCH), rows(TORCH, TORCH, TORCH, TORCH)),
@@ -148,9 +148,9 @@ def test_few_rows_are_one_launch_on_a_gpu(layout: str) -> None:
 @pytest.mark.parametrize(
     "op, name, m, group, words",
     [
-        ("gemv", HIP, 9, 0, "9 rows are more than the 8"),
-        ("gemv", TRITON, 8, 0, "8 rows are fewer than the 9"),
-        ("gemv", TRITON, 65, 0, "65 rows are more than the 64"),
+        ("float_linear", HIP, 9, 0, "9 rows are more than the 8"),
+        ("float_linear", TRITON, 8, 0, "8 rows are fewer than the 9"),
+        ("float_linear", TRITON, 65, 0, "65 rows are more than the 64"),
         ("int8_linear", HIP, 65, K, "65 rows are more than the"),
         ("tiled_int4_linear", HIP_GEMM, 8, 128, "8 rows are fewer than the 9"),
         ("compact_linear", HIP, 25, 0, "25 rows are more than the 24"),
@@ -164,7 +164,7 @@ def test_limits_on_rows_are_said(op: str, name: str, m: int, group: int, words: 
 
 @pytest.mark.parametrize(
     "op, group, fact, chosen",
-    [("gemv", 0, "contiguous", (TRITON, TORCH)), ("tiled_int4_linear", 128, "aligned", (HIP_GEMM, TRITON))],
+    [("float_linear", 0, "contiguous", (TRITON, TORCH)), ("tiled_int4_linear", 128, "aligned", (HIP_GEMM, TRITON))],
 )
 def test_how_tensors_lie_decides(
     op: str, group: int, fact: str, chosen: Names, monkeypatch: pytest.MonkeyPatch
@@ -192,7 +192,7 @@ def test_a_fused_step_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = [("decode_attention", "torch"), ("greedy", "torch"), ("step_end", "torch"), ("fused_linear", "operations")]
     assert all(ran.get(one, 0) >= 3 for one in fused), ran
     assert ran["fused_linear", "operations"] > 4 * ran["decode_attention", "torch"] - 1, "four a layer, and the head"
-    assert {("gemv", "torch"), ("rmsnorm", "torch"), ("gated_activation", "torch")} <= set(ran)
+    assert {("float_linear", "torch"), ("rmsnorm", "torch"), ("gated_activation", "torch")} <= set(ran)
 
 
 @pytest.mark.skipif(native_library.why_not(probe("cpu")) is not None, reason="needs a C++ compiler")
@@ -232,7 +232,7 @@ def test_forced_reaches_the_operations_inside() -> None:
     dispatch.calls.clear()
     with dispatch.forced("reference", torch.float64):
         found = layer(x, norm, gate="silu")
-    inside = {(op, "reference") for op in ("rmsnorm", "gemv", "gated_activation")}
+    inside = {(op, "reference") for op in ("rmsnorm", "float_linear", "gated_activation")}
     assert set(dispatch.calls) == inside | {("fused_linear", "operations"), ("large_m_linear", "operations")}
     torch.testing.assert_close(found, dispatch.kernel("fused_linear").reference(layer, x, norm, "silu"))
 

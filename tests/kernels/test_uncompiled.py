@@ -13,8 +13,8 @@ import torch
 from accelpatch.device import KNOWN, probe
 from accelpatch.errors import CompileError, KernelError
 from accelpatch.kernels import dispatch, uncompiled
-from accelpatch.kernels.ops import flash_attention
-from accelpatch.kernels.ops.attention_shape import AttentionShape
+from accelpatch.kernels.attention_shape import AttentionShape
+from accelpatch.kernels.ops.attention import flash_attention
 from accelpatch.kernels.spec import Implementation, Spec
 
 CPU, REASON = torch.device("cpu"), "Triton 3.9.0 cannot compile it for gfx942: the compiler ended with SIGABRT"

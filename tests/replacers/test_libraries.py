@@ -15,7 +15,7 @@ import accelpatch
 from accelpatch import api
 from accelpatch.device import KNOWN, probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from accelpatch.patching.replacer import Choice
 from accelpatch.patching.site import Site
 from accelpatch.replacers import registry

@@ -12,7 +12,7 @@ import accelpatch
 from accelpatch.device import KNOWN, Device, probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.int4_tiles import Tiles
-from accelpatch.kernels.ops import gemv, int8_linear, tiled_int4_linear
+from accelpatch.kernels.ops.linear import float_linear, int8_linear, tiled_int4_linear
 from accelpatch.kernels.spec import Spec
 from accelpatch.modules import weight_only
 from accelpatch.modules.replacement import copy_with_parts
@@ -103,10 +103,10 @@ def test_tiles_or_why_not(asked: Spec, reason: str | None) -> None:
 
 
 def test_sizes_out_of_range_and_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "2^31 or more" in str(gemv.why_not(gemv.of_shape(1 << 31, 64, torch.bfloat16), H200))
+    assert "2^31 or more" in str(float_linear.why_not(float_linear.of_shape(1 << 31, 64, torch.bfloat16), H200))
     asked = Spec("int8_linear", {"M": 1, "N": 8, "K": 64}, torch.bfloat16, torch.float32, 64)
     assert int8_linear.why_not(asked, MI300X) is None
-    monkeypatch.setattr("accelpatch.kernels.build.targets.compilers", dict)
+    monkeypatch.setattr("accelpatch.kernels.compiling.targets.compilers", dict)
     for name in ("HIPCC", "ACCELPATCH_KERNELS"):
         monkeypatch.delenv(name, raising=False)
     here = dataclasses.replace(MI300X, index=0)

@@ -12,7 +12,7 @@ from tests.support.tiny import CAUSAL, VOCABULARY
 
 HERE = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a GPU that torch can use")]
-OPS = {"exact": {"gemv"}, "int8": {"int8_linear"}, "int4": {"int8_linear", "tiled_int4_linear"}}
+OPS = {"exact": {"float_linear"}, "int8": {"int8_linear"}, "int4": {"int8_linear", "tiled_int4_linear"}}
 FUSED = {"fused_linear", "decode_attention"}
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 

@@ -12,9 +12,9 @@ import accelpatch
 from accelpatch.device import probe
 from accelpatch.errors import AccelpatchError, LibraryError, LoadError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.ops.int8_linear import int8_linear
+from accelpatch.kernels.ops.linear.int8_linear import int8_linear
 from accelpatch.quant import int8
 from accelpatch.recipe.recipe import parse
 from tests.support.checkpoints import logits, opened, saved

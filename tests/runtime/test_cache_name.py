@@ -17,7 +17,7 @@ import accelpatch
 from accelpatch.bench.generate import cached_bytes
 from accelpatch.device import probe
 from accelpatch.fusion.cache_name import CACHE, FORMER
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from accelpatch.runtime.cpu.native_step import NATIVE
 from accelpatch.runtime.graphs.captured_step import CAPTURED
 from accelpatch.runtime.graphs.fused_forward import FORWARD

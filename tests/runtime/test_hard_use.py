@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 import accelpatch
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from tests.runtime.cpu.test_native_step import by_modules, decode, native_steps, patched
 from tests.support.tiny import CAUSAL, full_batch
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import accelpatch
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.layouts.int4_tiles import Tiles
-from accelpatch.kernels.ops import fused_linear
+from accelpatch.kernels.ops.linear import fused_linear
 from accelpatch.modules import weight_only
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation import prompt_lookup

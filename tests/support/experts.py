@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from accelpatch.kernels.ops.expert_cases import of_random
-from accelpatch.kernels.ops.packed_experts import packed
+from accelpatch.kernels.ops.experts.cases import of_random
+from accelpatch.kernels.ops.experts.packed_experts import packed
 
 
 def random_experts(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:

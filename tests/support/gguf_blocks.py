@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accelpatch.kernels.layouts.gguf_blocks import FORMS
-from accelpatch.kernels.ops.block_linear import random_blocks
+from accelpatch.kernels.ops.linear.block_linear import random_blocks
 
 
 def random_args_of_blocks(

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from accelpatch.device import probe
-from accelpatch.kernels.build import libraries
-from accelpatch.kernels.build.gpu_libraries import CODES, DTYPES, FP8, library_of
 from accelpatch.kernels.codebooks import CODEBOOKS
+from accelpatch.kernels.compiling import libraries
+from accelpatch.kernels.compiling.gpu_libraries import CODES, DTYPES, FP8, library_of
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import compact_tiles, int4_tiles, tiling
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles

@@ -13,7 +13,7 @@ from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.row_major import FP8
 from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
-from accelpatch.kernels.ops.attention_cases import Call, made
+from accelpatch.kernels.ops.attention.cases import Call, made
 from accelpatch.quant import int4, int8
 from tests.support.gguf_blocks import random_args_of_blocks
 from tests.support.packs import FOREIGN, operands, size_for
@@ -158,7 +158,7 @@ def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: 
     weight = torch.randn(k, generator=generator).to(dtype)
     if op == "int8_linear":
         return x, q, scale, bias
-    if op == "gemv":
+    if op == "float_linear":
         return x, torch.randn(n, k, generator=generator).to(dtype), bias
     if op == "compact_linear":
         return x, *CompactTiles.pack(torch.randn(n, k, generator=generator).bfloat16()), bias

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from accelpatch.device import Device
-from accelpatch.kernels.build import libraries
-from accelpatch.kernels.build.libraries import Target
+from accelpatch.kernels.compiling import libraries
+from accelpatch.kernels.compiling.libraries import Target
 
 DEVICE = Device("cpu", "cpu", "x86-64", "a CPU", 1 << 30, 1)
 SOURCE = 'extern "C" int answer() { return ANSWER; }\n'

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, NormWeight, StepShape
 from accelpatch.kernels.layouts.cpu_pack import Pack
-from accelpatch.kernels.ops import packed_linear
+from accelpatch.kernels.ops.linear import packed_linear
 from accelpatch.quant import int4, int8
 
 Quantize = Callable[[Tensor, Tensor | None], Pack]

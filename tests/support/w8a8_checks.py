@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.kernels.ops import gemm_w8a8
-from accelpatch.kernels.ops import quantize_rows as rows
+from accelpatch.kernels.ops.activation import quantize_rows as rows
+from accelpatch.kernels.ops.linear import gemm_w8a8
 from tests.support.gemv_checks import kinds, run
 from tests.support.hip_gemv import TIMED, W8A8, Library, Packed
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from accelpatch.device import Device
-from accelpatch.kernels.hip import attention
-from accelpatch.kernels.ops.attention_shape import AttentionShape
-from accelpatch.kernels.ops.decode_attention import by_triton, reference_, why_no_triton
+from accelpatch.kernels.attention_shape import AttentionShape
+from accelpatch.kernels.hip.attention import binding as attention
+from accelpatch.kernels.ops.attention.decode_attention import by_triton, reference_, why_no_triton
 
 OP = "decode_attention"
 

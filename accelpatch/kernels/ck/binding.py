@@ -17,9 +17,9 @@ from torch import Tensor
 
 from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels.build import libraries
-from accelpatch.kernels.build.ck_libraries import LARGE, OUTPUTS, library_of
-from accelpatch.kernels.build.targets import not_for_ck
+from accelpatch.kernels.compiling import libraries
+from accelpatch.kernels.compiling.ck_libraries import LARGE, OUTPUTS, library_of
+from accelpatch.kernels.compiling.targets import not_for_ck
 from accelpatch.kernels.hip.binding import stream_of
 from accelpatch.kernels.spec import Spec
 from accelpatch.kernels.triton.launch import cdiv, on_device
@@ -126,7 +126,7 @@ def gemm_w8a8(
     a: Tensor, b: Tensor, alpha: float, row_scale: Tensor | None, column_scale: Tensor | None, d: Tensor | None,
     beta: float, correction: Tensor | None, activation: str, residual: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """E[..., M, N] in `dtype`, contiguous, on torch's current stream: the arguments of ops/gemm_w8a8.py, less what
+    """E[..., M, N] in `dtype`, contiguous, on torch's current stream: the arguments of `gemm_w8a8`, less what
     `why_not` refuses.
 
     What is not contiguous, or not on 16 bytes, is copied. Raises KernelError for a refused launch.

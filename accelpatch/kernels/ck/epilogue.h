@@ -1,4 +1,4 @@
-// The element operation of gemm_w8a8 (ops/gemm_w8a8.py), with no header of HIP or CK: a host compiler builds it too.
+// The element operation of gemm_w8a8 (ops/linear/), with no header of HIP or CK: a host compiler builds it too.
 //
 //     a = (alpha row_scale) column_scale        y = relu?(fma(a, float(c), beta float(d)))        e = round(y)
 //

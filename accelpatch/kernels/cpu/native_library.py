@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import openmp
 
 # What the library reads and writes, whatever torch's default dtype and device are.

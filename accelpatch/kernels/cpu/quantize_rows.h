@@ -1,5 +1,5 @@
 // Activations of a W8A8 weight: q = rint(x * (127 / max |x|)) with a scale of max |x| / 127 a row, or with one static
-// scale, saturated at -127 and 127. The same float32 operations as ops/quantize_rows.py, so the same integers.
+// scale, saturated at -127 and 127. The same float32 operations as quantize_rows.py of ops, so the same integers.
 #pragma once
 #include "vec.h"
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from accelpatch.device import Device, probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels.build import libraries
-from accelpatch.kernels.build.gpu_libraries import CODES, FUNCTIONS, library_of
-from accelpatch.kernels.build.gpu_libraries import DTYPES as DTYPE_NAMES
+from accelpatch.kernels.compiling import libraries
+from accelpatch.kernels.compiling.gpu_libraries import CODES, FUNCTIONS, library_of
+from accelpatch.kernels.compiling.gpu_libraries import DTYPES as DTYPE_NAMES
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.spec import Described, Spec
 from accelpatch.kernels.triton.launch import on_device

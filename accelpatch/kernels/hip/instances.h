@@ -3,7 +3,7 @@
 #pragma once
 #include <type_traits>
 
-#include "host.h"
+#include "arch/host.h"
 
 #ifndef ONLY_DTYPE
 #define ONLY_DTYPE -1  // 0 bf16, 1 fp16 activations

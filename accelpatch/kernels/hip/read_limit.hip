@@ -1,5 +1,5 @@
 // The read limit: how fast this device streams a buffer when it does nothing else. Benchmarks divide by it.
-#include "portability.h"
+#include "arch/portability.h"
 
 namespace {
 __global__ void __launch_bounds__(512) read_all(const uint4* __restrict__ from, int64_t vectors, uint32_t* sink) {

@@ -5,7 +5,7 @@ and take 4 bits. A value outside the window is an *outlier*: kept whole, with it
 Variable-length codes of exponents: Zhang et al. 2025, "70% Size, 100% Accuracy", arXiv:2504.11651. This code has a
 fixed length, so that two values take three to four instructions on their way into the matrix unit.
 
-The layout of a tile is described at `Compact` in hip/formats.h. The rows of gate and up can be interleaved, as in
+The layout of a tile is described at `Compact` in hip/gemv/formats.h. The rows of gate and up can be interleaved, as in
 int4_tiles.py.
 """
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from accelpatch.kernels.arguments import check_scale, require
 from accelpatch.kernels.codebooks import CODEBOOKS
-from accelpatch.kernels.dispatch import require
 from accelpatch.kernels.layouts import tiling
 from accelpatch.kernels.layouts.layout import (
     WeightArguments,
@@ -27,7 +27,6 @@ from accelpatch.kernels.layouts.layout import (
     why_not_split,
 )
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
-from accelpatch.kernels.ops import linear
 
 ONE_GROUP = 1 << 20  # the C interface's group size for one group per row
 NO_SHIFT_LEFT = 30  # all steps share one set of scales
@@ -80,7 +79,7 @@ class Tiles(NamedTuple):
     def of_codes(cls, q: Tensor, scale: Tensor, codebook: str) -> Tiles:
         """From q[N, K / 2] of codes of a codebook and float32 scale[N, G]. Raises KernelError for other groups."""
         n, k = q.shape[0], 2 * q.shape[1]
-        group = linear.check_scale("tiles", n, k, scale)
+        group = check_scale("tiles", n, k, scale)
         reason = unfit_codes(k, group)
         require(reason is None, "tiles", str(reason))
         require(scale.dtype == torch.float32, "tiles", f"scales of a codebook are float32, not {scale.dtype}")
@@ -91,7 +90,7 @@ class Tiles(NamedTuple):
     def pack(cls, q: Tensor, scale: Tensor, offset: Tensor | None = None) -> Tiles:
         """From canonical tensors. Raises KernelError for groups, scales or offsets that tiles cannot hold."""
         n, k = q.shape[0], 2 * q.shape[1]
-        group = linear.check_scale("tiles", n, k, scale, offset)
+        group = check_scale("tiles", n, k, scale, offset)
         reason = unfit(k, group, scale.dtype)
         require(reason is None, "tiles", str(reason))
         require(exact(offset, scale.dtype), "tiles", f"an offset is no number of {scale.dtype}")

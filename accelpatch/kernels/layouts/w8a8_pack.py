@@ -1,6 +1,6 @@
 """int8 weights for int8 activations in the layout of the native CPU kernels: an int8 Pack with one scale a row.
 
-The bytes are those of a Pack; what differs is what its input is made into (ops/quantize_rows.py).
+The bytes are those of a Pack; what differs is what its input is made into (ops/activation/quantize_rows.py).
 """
 
 from __future__ import annotations

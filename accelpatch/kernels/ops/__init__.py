@@ -1,1 +1,1 @@
-"""The operations: one a file, with its reference, its implementations and their limits."""
+"""The operations on tensors, a folder a family and in it an operation a file; `dispatch` chooses the implementation."""

@@ -1,4 +1,4 @@
-"""GEMMs with weights in GGUF's blocks of two levels (Q4_K, Q6_K); see ../ops/block_linear.py.
+"""GEMMs with weights in GGUF's blocks of two levels (Q4_K, Q6_K); see ../ops/linear/block_linear.py.
 
 For a few rows of x, blocks of the weight are dequantised in registers, rounded to x's dtype and multiplied (split K as
 in gemm.py). For more the weight is dequantised to memory, slice by slice, for torch's own GEMM.

@@ -1,4 +1,4 @@
-"""The experts of a token, a program a token; see ../ops/choose_experts.py."""
+"""The experts of a token, a program a token; see ../ops/experts/choose_experts.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Decode attention: one program computes the query heads of one KV head over some KV splits; see
-../ops/decode_attention.py.
+../ops/attention/decode_attention.py.
 
 A program holds ROWS queries, (token, head of the group), which share one read of keys and values. Splits are counted
 from the first slot of the row's own tokens (the first split includes what lies before). There are as many programs as
@@ -32,7 +32,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.ops.attention_shape import MAX_NEW_TOKENS, AttentionShape
+from accelpatch.kernels.attention_shape import MAX_NEW_TOKENS, AttentionShape
 from accelpatch.kernels.triton import launch
 from accelpatch.kernels.triton.attention_runs import added_up, begin_of, count_of, keep, prefetch, runs_of
 from accelpatch.kernels.triton.dependent_launch import release, wait

@@ -1,4 +1,4 @@
-"""Experts for few tokens, two launches; see ../ops/experts.py.
+"""Experts for few tokens, two launches; see ../ops/experts/experts.py.
 
 One program has one chosen expert of one token and a block of rows: gate, up and the activation; then rows of down,
 added up over the token's experts in their order. The ids are read on the device. Nothing that a token gets depends on

@@ -1,4 +1,4 @@
-"""Attention of whole sequences, forward; see ../ops/flash_attention.py.
+"""Attention of whole sequences, forward; see ../ops/attention/flash_attention.py.
 
 One program has BLOCK_M queries of a head and goes once over the keys that they see, BLOCK_N at a time, with a running
 softmax: partial results are scaled down whenever a larger score appears. Tiles that every query sees whole need no

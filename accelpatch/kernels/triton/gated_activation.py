@@ -1,4 +1,4 @@
-"""act(gate) * up, one block of a row per program; rows may be strided; see ../ops/gated_activation.py."""
+"""act(gate) * up, one block of a row per program; rows may be strided; see ../ops/activation/gated_activation.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""GEMMs for some rows of x with a row-major float or int8 weight; see ../ops/gemv.py, ../ops/int8_linear.py.
+"""GEMMs for some rows of x with a row-major float or int8 weight; see ops/linear/float_linear.py
+and int8_linear.py.
 
 The kernel converts a block of the weight to x's dtype in registers; the weight's rows are the M dimension of the matrix
 instruction. Where there are too few blocks for the GPU, K is split and a second kernel reduces the splits in a fixed

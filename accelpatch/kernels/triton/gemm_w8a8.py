@@ -1,4 +1,4 @@
-"""GEMMs of 8 bits with a fused epilogue; see ../ops/gemm_w8a8.py (int8, int32 sums) and ../ops/gemm_fp8.py.
+"""GEMMs of 8 bits with a fused epilogue; ops/linear/gemm_w8a8.py (int8, int32 sums) and gemm_fp8.py.
 
 Many rows: tiles of A and B, whose products are the matrix units' own (wgmma on Hopper, which loads them by TMA). Few
 rows: the weight's rows are the M dimension of the matrix instruction, K is split where there are too few blocks for the

@@ -1,4 +1,4 @@
-"""Argmax of a row by several programs, the last of which writes the result; see ../ops/greedy.py."""
+"""Argmax of a row by several programs, the last of which writes the result; see ../ops/sampling/greedy.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts for many tokens: tokens sorted by expert, and products of tiles of one expert each; see ../ops/experts.py.
+"""Experts for many tokens: tokens sorted by expert, and products of tiles of one expert each; ops/experts/experts.py.
 
 Nothing waits for the host: there are as many programs as the tokens could need, and a program finds its expert by the
 number of tiles before it. Weights are dequantised in registers and rounded to x's dtype, as in the reference. Where
@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from accelpatch.device import Device, probe
+from accelpatch.kernels.choice import few
 from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.layouts.expert_tiles import in_tile_order
-from accelpatch.kernels.ops.expert_gemv import few
 from accelpatch.kernels.triton.experts import _gate, code_of, of_few, weight_arguments
 from accelpatch.kernels.triton.launch import cdiv, on
 

@@ -1,4 +1,4 @@
-"""Attention in int8 with static scales; see ../ops/int8_attention.py.
+"""Attention in int8 with static scales; see ../ops/attention/int8_attention.py.
 
 One program has BLOCK_M queries of a head and goes over the keys twice: first for each query's largest score and the sum
 of its exponentials, then for its rounded probabilities and their products with the values. Those are taken in float16,

@@ -1,4 +1,4 @@
-"""LayerNorm with int8 outputs, one row per program; see ../ops/layernorm_q.py."""
+"""LayerNorm with int8 outputs, one row per program; see ../ops/norm/layernorm_q.py."""
 
 from __future__ import annotations
 

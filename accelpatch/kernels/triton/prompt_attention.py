@@ -1,4 +1,4 @@
-"""Rotary embedding of a prompt's q and k, and writing k and v into the cache; see ../ops/prompt_attention.py.
+"""Rotary embedding of a prompt's q and k, and writing k and v into the cache; see ../ops/attention/prompt_attention.py.
 
 One program handles one token, HEADS heads at a time. A thread holds both halves of what it rotates, so that q can be
 updated in place.
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accelpatch.kernels.ops.attention_shape import AttentionShape
+from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.triton.launch import cdiv, on
 
 HEADS = 8

@@ -1,4 +1,4 @@
-"""Rows of activations in 8 bits, one row per program; see ../ops/quantize_rows.py."""
+"""Rows of activations in 8 bits, one row per program; see ../ops/activation/quantize_rows.py."""
 
 from __future__ import annotations
 

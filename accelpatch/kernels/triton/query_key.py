@@ -1,4 +1,4 @@
-"""One program per row, and per q or k; a thread holds pairs of neighbouring columns; see ../ops/query_key.py."""
+"""One program per row, and per q or k; a thread holds pairs of neighbouring columns; ops/attention/query_key.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accelpatch.kernels.ops.query_key_form import QueryKey
+from accelpatch.kernels.query_key_form import QueryKey
 from accelpatch.kernels.triton import launch
 
 WARPS = 4

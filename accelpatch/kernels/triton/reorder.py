@@ -1,4 +1,4 @@
-"""Rows of x with their columns in another order, and an RMSNorm before it; see ../ops/reorder.py.
+"""Rows of x with their columns in another order, and an RMSNorm before it; see ../ops/linear/reorder.py.
 
 A program has some columns of a row, and works out the row's norm for itself: the rows are few.
 """

@@ -1,4 +1,4 @@
-"""RMSNorm, one row per program, with the residual addition before or after it; see ../ops/rmsnorm.py."""
+"""RMSNorm, one row per program, with the residual addition before or after it; see ../ops/norm/rmsnorm.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cosines and sines, one position per program; see ../ops/rope.py."""
+"""Cosines and sines, one position per program; see ../ops/attention/rope.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One program per block of scores; the first one does all else; see ../ops/step_end.py."""
+"""One program per block of scores; the first one does all else; see ../ops/step/step_end.py."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from accelpatch.kernels.ops.greedy import greedy_, leave_
+from accelpatch.kernels.ops.sampling.greedy import greedy_, leave_
 
 # They read nothing but the scores, so transformers' own code can be captured and gives the same numbers.
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)

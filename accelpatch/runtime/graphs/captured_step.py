@@ -22,7 +22,7 @@ from accelpatch.fusion.cache_call import CacheCall
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.kernels.hip.binding import weight_prefetch
-from accelpatch.kernels.ops.step_end import end_step_
+from accelpatch.kernels.ops.step.step_end import end_step_
 from accelpatch.runtime.cache_contents import Contents, attach
 from accelpatch.runtime.graphs.captured_batch import Batch, GraphOf
 from accelpatch.runtime.graphs.captured_cache import LayerShape, grow, new_cache

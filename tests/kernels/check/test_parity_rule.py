@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from accelpatch.kernels.check import parity
-from accelpatch.kernels.ops.int8_linear import int8_linear
-from accelpatch.kernels.ops.rmsnorm import rmsnorm
+from accelpatch.kernels.ops.linear.int8_linear import int8_linear
+from accelpatch.kernels.ops.norm.rmsnorm import rmsnorm
 
 
 def linear_args(k: int = 130) -> tuple[torch.Tensor, ...]:

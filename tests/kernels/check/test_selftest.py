@@ -12,11 +12,11 @@ from torch import Tensor
 
 from accelpatch.errors import CompileError, KernelError
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.check import attention_check, selftest
-from accelpatch.kernels.ops import attention_packages
-from accelpatch.kernels.ops.attention_shape import AttentionShape
-from accelpatch.kernels.ops.decode_attention import reference_
-from accelpatch.kernels.ops.int8_linear import reference
+from accelpatch.kernels.ops.attention import packages as attention_packages
+from accelpatch.kernels.ops.attention.decode_attention import reference_
+from accelpatch.kernels.ops.linear.int8_linear import reference
 from accelpatch.kernels.spec import Case, Implementation
 
 

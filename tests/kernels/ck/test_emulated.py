@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.build.ck_libraries import CK_LIBRARIES, FORMS, OUTPUTS, TILES
 from accelpatch.kernels.ck import binding
 from accelpatch.kernels.ck.binding import GemmArgs
-from accelpatch.kernels.ops import gemm_w8a8
+from accelpatch.kernels.compiling.ck_libraries import CK_LIBRARIES, FORMS, OUTPUTS, TILES
+from accelpatch.kernels.ops.linear import gemm_w8a8
 from accelpatch.kernels.spec import Spec
 
 COMPILER = next(filter(None, map(shutil.which, ("g++", "clang++"))), None)
@@ -240,7 +240,7 @@ def test_the_largest_that_the_host_takes(library: ctypes.CDLL, changes: dict[str
 @pytest.mark.parametrize("relu", [False, True], ids=["none", "relu"])
 @pytest.mark.parametrize("with_d", [False, True], ids=["c", "c and d"])
 def test_the_element_operation(library: ctypes.CDLL, relu: bool, with_d: bool) -> None:
-    """Ties, saturation and sums of any size, against ops/gemm_w8a8.py."""
+    """Ties, saturation and sums of any size, against ops/linear/gemm_w8a8.py."""
     generator = torch.Generator().manual_seed(0)
     for alpha, beta in itertools.product((0.5, 2.0**-20, 0.013, -0.25, 1e-7, 3.0), (0.5, -1.0, 0.37)):
         bits = torch.randint(1, 32, (4096,), generator=generator)

@@ -12,11 +12,11 @@ import torch
 from accelpatch.device import KNOWN, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.build import ck_libraries, compiling, libraries
-from accelpatch.kernels.build.ck_libraries import CK_LIBRARIES, library_of
-from accelpatch.kernels.build.targets import names_of, target
 from accelpatch.kernels.ck import binding
-from accelpatch.kernels.ops import gemm_w8a8
+from accelpatch.kernels.compiling import ck_libraries, compiling, libraries
+from accelpatch.kernels.compiling.ck_libraries import CK_LIBRARIES, library_of
+from accelpatch.kernels.compiling.targets import names_of, target
+from accelpatch.kernels.ops.linear import gemm_w8a8
 from accelpatch.kernels.spec import Spec
 
 INSTINCT = KNOWN["gfx942"]

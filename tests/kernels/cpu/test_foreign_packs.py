@@ -16,10 +16,10 @@ import torch
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import linear, native_library
 from accelpatch.kernels.layouts.cpu_pack import Pack
-from accelpatch.kernels.ops import packed_linear
+from accelpatch.kernels.ops.linear import packed_linear
 from tests.support.packs import FOREIGN, GROUPS, canonical, operands, packed, size_for, superblocks
 from tests.support.parity import DTYPES, assert_parity, name, strided
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from tests.kernels.cpu.test_step import BASE, column, decode, expected, worst

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.device import probe
-from accelpatch.kernels.build import libraries
 from accelpatch.kernels.check import parity
+from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.cpu.native_library import ACTIVATIONS, Attention, check, native, pointer
 

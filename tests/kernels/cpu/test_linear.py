@@ -14,10 +14,10 @@ from torch import Tensor
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import linear, native_library
 from accelpatch.kernels.layouts.cpu_pack import Pack
-from accelpatch.kernels.ops import packed_linear
+from accelpatch.kernels.ops.linear import packed_linear
 from accelpatch.quant import int4, int8
 from tests.support.packs import FORMATS, canonical, operands, packed, size_for
 from tests.support.parity import DTYPES, assert_parity, name, strided

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from accelpatch.device import probe
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
 
 FLAGS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")

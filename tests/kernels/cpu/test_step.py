@@ -30,7 +30,7 @@ from transformers import (
 
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels.build import libraries as builder
+from accelpatch.kernels.compiling import libraries as builder
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.cpu.decode_step import DecodeStep
 from tests.support.stepping import FORMATS, build, rounded

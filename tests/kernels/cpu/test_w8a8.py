@@ -14,12 +14,13 @@ from torch import Tensor
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import linear, native_library
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.w8a8_pack import LONGEST, W8A8Pack
-from accelpatch.kernels.ops import gemm_w8a8, quantize_rows, w8a8_linear
-from accelpatch.kernels.ops.w8a8_packed import w8a8_packed
+from accelpatch.kernels.ops.activation import quantize_rows
+from accelpatch.kernels.ops.linear import gemm_w8a8, w8a8_linear
+from accelpatch.kernels.ops.linear.w8a8_packed import w8a8_packed
 from tests.support.parity import DTYPES, assert_parity, name, poisoned, strided
 
 reason = libraries.why_not("cpu", probe("cpu"))

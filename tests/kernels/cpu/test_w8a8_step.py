@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from accelpatch.device import probe
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.cpu.decode_step import DecodeStep
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
-from accelpatch.kernels.ops import w8a8_linear
+from accelpatch.kernels.ops.linear import w8a8_linear
 from accelpatch.quant import int8
 from tests.kernels.cpu.test_step import BASE, column, decode, expected, tiny, tokens
 from tests.support.stepping import Quantize, as_int8, build, rounded

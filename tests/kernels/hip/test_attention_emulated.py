@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.check.attention_check import Step, made
-from accelpatch.kernels.hip import attention, binding
+from accelpatch.kernels.hip import binding
+from accelpatch.kernels.hip.attention import binding as attention
 from accelpatch.kernels.hip.binding import Signal
-from accelpatch.kernels.ops.attention_shape import AttentionShape
 from tests.kernels.hip.simt_emulator import ATTENTION, COMPILER, brought_by, compiled
-from tests.kernels.ops.test_decode_attention import CASES, SAME, assert_float_rule, assert_the_same_bits
+from tests.kernels.ops.attention.test_decode_attention import CASES, SAME, assert_float_rule, assert_the_same_bits
 from tests.support.interpreted import DEVICE
 from tests.support.parity import bits
 from tests.support.spread import spread
@@ -28,9 +29,7 @@ from tests.support.spread import spread
 pytestmark = [
     pytest.mark.slow,  # its compilations
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
-    pytest.mark.skipif(
-        DEVICE.type != "cpu", reason="its tensors lie on the CPU; test_attention_on_gpu.py is for a GPU"
-    ),
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="its tensors lie on the CPU"),
 ]
 WIDEST = {"nvidia": 256, "ampere": 256, "gfx942": 128}
 LONG = {

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from accelpatch.device import probe
 from accelpatch.errors import KernelError
+from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.check.attention_check import Step, made
-from accelpatch.kernels.hip import attention, binding
-from accelpatch.kernels.ops import gemv
-from accelpatch.kernels.ops.attention_shape import AttentionShape
-from accelpatch.kernels.ops.decode_attention import reference_
-from tests.kernels.ops.test_decode_attention import CASES, SAME, assert_float_rule, assert_the_same_bits
+from accelpatch.kernels.hip import binding
+from accelpatch.kernels.hip.attention import binding as attention
+from accelpatch.kernels.ops.attention.decode_attention import reference_
+from accelpatch.kernels.ops.linear import float_linear
+from tests.kernels.ops.attention.test_decode_attention import CASES, SAME, assert_float_rule, assert_the_same_bits
 from tests.support.interpreted import DEVICE
 from tests.support.parity import bits
 
@@ -143,9 +144,9 @@ class Chain:
 
     def step(self) -> None:
         x = self.embedding.index_select(0, self.ids)
-        qkv = gemv.by_hip(x, self.weights[0])
+        qkv = float_linear.by_hip(x, self.weights[0])
         held = (self.slot, self.mask, self.keys, self.values, self.shape)
-        self.y.copy_(gemv.by_hip(attention.decode_attention_(qkv, self.positions, *held), self.weights[1]))
+        self.y.copy_(float_linear.by_hip(attention.decode_attention_(qkv, self.positions, *held), self.weights[1]))
         self.ids.add_(7).remainder_(50)
         self.mask.index_fill_(1, self.slot + torch.arange(self.positions.shape[1], device="cuda"), 1)
         self.slot.add_(self.positions.shape[1])

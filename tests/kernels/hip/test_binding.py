@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from accelpatch.device import ARCHS, KNOWN, probe
-from accelpatch.kernels.build.gpu_libraries import FP8, GPU_LIBRARIES
-from accelpatch.kernels.build.targets import unknown_arch
+from accelpatch.kernels.compiling.gpu_libraries import FP8, GPU_LIBRARIES
+from accelpatch.kernels.compiling.targets import unknown_arch
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.spec import Spec
 
@@ -53,5 +53,5 @@ def test_what_else_is_refused() -> None:
 def test_the_libraries_of_8_bit_floats() -> None:
     names = [binding.library_name(FUNCTION, dtype, form) for dtype in binding.DTYPES for form in FP8]
     assert names[0] == "gemv_w8a8_fp8_bf16_e4m3fn"
-    assert GPU_LIBRARIES[names[3]] == {"gemv_w8a8_fp8.hip": ("-DONLY_DTYPE=1", "-DONLY_FORM=1")}
+    assert GPU_LIBRARIES[names[3]] == {"gemv/gemv_w8a8_fp8.hip": ("-DONLY_DTYPE=1", "-DONLY_FORM=1")}
     assert set(names) < set(GPU_LIBRARIES)

@@ -12,9 +12,10 @@ import pytest
 
 from accelpatch.device import KNOWN, Device, probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels.build import libraries
-from accelpatch.kernels.build.gpu_libraries import FUNCTIONS, GPU_LIBRARIES, library_of
-from accelpatch.kernels.build.targets import compiler, names_of, target, unknown_arch
+from accelpatch.kernels.compiling import libraries
+from accelpatch.kernels.compiling.compiler import including
+from accelpatch.kernels.compiling.gpu_libraries import FUNCTIONS, GPU_LIBRARIES, library_of
+from accelpatch.kernels.compiling.targets import compiler, names_of, target, unknown_arch
 
 BUILT = [arch for arch, device in KNOWN.items() if unknown_arch(device) is None]
 HERE = dataclasses.replace(KNOWN["sm_90"], index=0)
@@ -35,7 +36,7 @@ def test_every_known_arch_has_libraries_of_its_own(arch: str) -> None:
     assert all(made.arch == arch and any(arch in flag for flag in made.flags) for made in every)
     for home in {made.home for made in every}:  # Composable Kernel's is another
         used = {source for made in every if made.home == home for source in made.sources}
-        assert used == {path.name for path in home.glob("*.hip")}
+        assert used == {path.relative_to(home).as_posix() for path in home.rglob("*.hip")}
     assert libraries.why_not("gemv_bf16", KNOWN[arch]) is None, "a machine that is planned for has its own compiler"
 
 
@@ -69,9 +70,9 @@ def test_the_library_of_a_function(function: str, dtype: str, variant: str, name
 
 def test_a_library_is_compiled_to_its_own_kernels_alone() -> None:
     assert GPU_LIBRARIES["decode_attention_fp16_64"] == dict.fromkeys(
-        ("decode_attention.hip", "decode_attention_one.hip"), ("-DONLY_DTYPE=1", "-DONLY_FORM=64")
+        ("attention/decode_attention.hip", "attention/decode_attention_one.hip"), ("-DONLY_DTYPE=1", "-DONLY_FORM=64")
     )
-    assert GPU_LIBRARIES["gemv_int4_bf16_zero_point"] == {"gemv_int4.hip": ("-DONLY_DTYPE=0", "-DONLY_FORM=1")}
+    assert GPU_LIBRARIES["gemv_int4_bf16_zero_point"] == {"gemv/gemv_int4.hip": ("-DONLY_DTYPE=0", "-DONLY_FORM=1")}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_devices_without_a_library(device: Device, reason: str) -> None:
     "arch, names, advice", [("sm_90", "nvcc", "CUDA toolkit"), ("gfx942", "hipcc, amdclang++", "ROCm")]
 )
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arch: str, names: str, advice: str) -> None:
-    monkeypatch.setattr("accelpatch.kernels.build.targets.compilers", dict)
+    monkeypatch.setattr("accelpatch.kernels.compiling.targets.compilers", dict)
     here = dataclasses.replace(KNOWN[arch], index=0)
     reason = str(libraries.why_not("gemv_bf16", here))
     assert f"no compiler for {arch} here ({names})" in reason
@@ -131,7 +132,16 @@ def test_a_folder_of_libraries_without_this_one(monkeypatch: pytest.MonkeyPatch,
 def test_nvcc_reads_every_source(source: str, tmp_path: Path) -> None:
     """Its front end alone, which instantiates every kernel."""
     made = target("gemv_bf16", HERE)
-    command = [str(compiler(made)), *made.flags, "-fdevice-syntax-only", "-c", source, "-o", str(tmp_path / "object")]
+    command = [
+        str(compiler(made)),
+        *made.flags,
+        *including(made),
+        "-fdevice-syntax-only",
+        "-c",
+        source,
+        "-o",
+        str(tmp_path / "object"),
+    ]
     done = subprocess.run(command, cwd=made.home, capture_output=True, text=True, timeout=300, check=False)
     if "Unknown option" in done.stderr:
         pytest.skip("this nvcc cannot check syntax alone")

@@ -15,10 +15,10 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.hip import experts as launched
+from accelpatch.kernels.hip.experts import binding as launched
 from accelpatch.kernels.layouts.expert_stack import Stack
-from accelpatch.kernels.ops import experts, routed_experts
-from accelpatch.kernels.ops.expert_cases import in_tiles, of_random
+from accelpatch.kernels.ops.experts import experts, routed_experts
+from accelpatch.kernels.ops.experts.cases import in_tiles, of_random
 from tests.kernels.hip.simt_emulator import COMPILER, compiled
 from tests.support.interpreted import DEVICE
 from tests.support.parity import name
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
     pytest.mark.skipif(DEVICE.type != "cpu", reason="its tensors lie on the CPU; test_experts_on_gpu.py is for a GPU"),
 ]
-SOURCES = ("experts_int4.hip", "experts_int4_32.hip", "experts_int4_64.hip")
+SOURCES = ("experts/experts_int4.hip", "experts/experts_int4_32.hip", "experts/experts_int4_64.hip")
 FORMS = ("nvidia", "gfx942")
 Run = Callable[..., Tensor]
 

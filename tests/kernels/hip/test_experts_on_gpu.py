@@ -12,10 +12,11 @@ from accelpatch.device import probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.layouts.row_major import Plain
-from accelpatch.kernels.ops import choose_experts, experts, rmsnorm, routed_experts
-from accelpatch.kernels.ops.expert_cases import in_tiles, of_random
-from accelpatch.kernels.ops.fused_linear import FusedLinear
-from accelpatch.kernels.ops.fused_norm import FusedNorm
+from accelpatch.kernels.ops.experts import choose_experts, experts, routed_experts
+from accelpatch.kernels.ops.experts.cases import in_tiles, of_random
+from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
+from accelpatch.kernels.ops.norm import rmsnorm
+from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
 from accelpatch.kernels.spec import Case
 from tests.support.parity import assert_parity, bits, name
 

@@ -26,7 +26,7 @@ from tests.support.parity import assert_parity, bits, name, poisoned, strided, t
 HERE = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a GPU that torch can use")]
 CUDA = torch.device("cuda")
-OPS = ("gemv", "compact_linear", "int8_linear", "tiled_int4_linear", "fp8_linear")
+OPS = ("float_linear", "compact_linear", "int8_linear", "tiled_int4_linear", "fp8_linear")
 HALVES = (torch.bfloat16, torch.float16)
 PAIRS = [
     pytest.param(op, dtype, id=f"{op}-{name(dtype)}")
@@ -58,7 +58,7 @@ def made(op: str, m: int, n: int, k: int, dtype: torch.dtype, seed: int = 0, gro
     rng, generator = random.Random(seed), torch.Generator(CUDA).manual_seed(seed)
     x, bias = (torch.randn(*size, generator=generator, device=CUDA, dtype=dtype) for size in ((m, k), (n,)))
     w = torch.randn(n, k, generator=generator, device=CUDA) / k**0.5
-    if op == "gemv":
+    if op == "float_linear":
         return x, w.to(dtype), bias
     if op == "compact_linear":
         return x, *CompactTiles.pack(w.bfloat16()), bias
@@ -187,7 +187,7 @@ def test_captured_and_on_another_stream(op: str) -> None:
 
 def test_prologue_and_epilogue() -> None:
     """RMSNorm of x, gate and up with SiLU, a residual: as the fused layers use the kernel."""
-    x, w, bias = made("gemv", 3, 200, 576, torch.bfloat16)
+    x, w, bias = made("float_linear", 3, 200, 576, torch.bfloat16)
     gain, residual = torch.rand(576, device=CUDA).bfloat16() + 0.5, torch.randn(3, 100, device=CUDA).bfloat16()
     kind = {"norm": "rms", "norm_weight": gain, "bias": bias, "activation": "silu_gate", "residual": residual}
     y = binding.launch(WeightArguments("gemv", 200, 576, w), x, **kind)
@@ -195,8 +195,8 @@ def test_prologue_and_epilogue() -> None:
 
 
 def test_many_rows_and_wide_types_go_to_torch() -> None:
-    x, w, bias = made("gemv", 200, 64, 128, torch.bfloat16)
-    ran = dispatch.calls["gemv", "torch"]
-    assert torch.equal(dispatch.kernel("gemv").op(x, w, bias), functional.linear(x, w, bias))
-    assert dispatch.calls["gemv", "torch"] == ran + 1, "the choice by M is inside"
-    assert not runs("gemv", (x.float(), w.float(), None))
+    x, w, bias = made("float_linear", 200, 64, 128, torch.bfloat16)
+    ran = dispatch.calls["float_linear", "torch"]
+    assert torch.equal(dispatch.kernel("float_linear").op(x, w, bias), functional.linear(x, w, bias))
+    assert dispatch.calls["float_linear", "torch"] == ran + 1, "the choice by M is inside"
+    assert not runs("float_linear", (x.float(), w.float(), None))

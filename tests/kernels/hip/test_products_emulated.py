@@ -26,8 +26,14 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
     pytest.mark.skipif(DEVICE.type != "cpu", reason="its tensors lie on the CPU; test_ops_on_gpu.py is for a GPU"),
 ]
-FLOATS = ("gemv.hip", "gemv_fp8.hip", "gemv_compact.hip")
-INTEGERS = ("gemv_int8.hip", "gemv_int4.hip", "gemv_int4_32.hip", "gemv_int4_64.hip", "int4_gemm.hip")
+FLOATS = ("gemv/gemv.hip", "gemv/gemv_fp8.hip", "gemv/gemv_compact.hip")
+INTEGERS = (
+    "gemv/gemv_int8.hip",
+    "gemv/gemv_int4.hip",
+    "gemv/gemv_int4_32.hip",
+    "gemv/gemv_int4_64.hip",
+    "gemm/int4_gemm.hip",
+)
 # gfx90a's fp16 does not go through the matrix unit; else it is as gfx942
 FORMS = ("nvidia", "alone", "gfx942", "gfx90a")
 CASES = [(name, torch.bfloat16) for name in FORMATS]

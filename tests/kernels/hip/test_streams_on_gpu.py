@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from accelpatch.device import probe
-from accelpatch.kernels.hip import attention, binding
-from accelpatch.kernels.ops import gemv
-from accelpatch.kernels.ops.attention_shape import AttentionShape
+from accelpatch.kernels.attention_shape import AttentionShape
+from accelpatch.kernels.hip import binding
+from accelpatch.kernels.hip.attention import binding as attention
+from accelpatch.kernels.ops.linear import float_linear
 from tests.support.parity import bits
 
 HERE = torch.cuda.is_available()
@@ -81,7 +82,7 @@ class Captured:
         x = self.x * 1
         for _ in range(LAYERS):
             held = (self.positions, self.slot, self.mask, self.keys, self.values, self.shape, self.o)
-            x = gemv.by_hip(attention.decode_attention_(gemv.by_hip(x, self.qkv), *held), self.o)
+            x = float_linear.by_hip(attention.decode_attention_(float_linear.by_hip(x, self.qkv), *held), self.o)
         self.y.copy_(x)
 
     def replays(self, until: float) -> int:

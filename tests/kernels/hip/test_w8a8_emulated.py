@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(DEVICE.type != "cpu", reason="its tensors lie on the CPU; test_w8a8_on_gpu.py is for a GPU"),
 ]
 FORMS = ("nvidia", "alone", "gfx942")  # gfx90a's differs in the instruction alone
-SOURCES = ("gemv_w8a8.hip", "gemv.hip")
+SOURCES = ("gemv/gemv_w8a8.hip", "gemv/gemv.hip")
 
 
 @pytest.fixture(scope="module")

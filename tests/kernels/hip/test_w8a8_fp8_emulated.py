@@ -31,7 +31,7 @@ pytestmark = [
 OWN = {"nvidia": "e4m3fn", "alone": "e4m3fn", "gfx942": "e4m3fnuz", "gfx950": "e4m3fn", "gfx90a": ""}
 REPEATED = ("gfx950", "gfx90a")  # by others, but for a little
 FORMS = [(form, kind) for form in OWN for kind in FP8_FORMS if OWN[form] == kind or form not in ("alone", "gfx950")]
-SOURCES = ("gemv_w8a8_fp8.hip", "gemv.hip")
+SOURCES = ("gemv/gemv_w8a8_fp8.hip", "gemv/gemv.hip")
 Made = Callable[[str], Emulated]
 
 

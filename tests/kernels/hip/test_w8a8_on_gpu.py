@@ -13,8 +13,8 @@ from accelpatch.device import probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
-from accelpatch.kernels.ops.fused_linear import FusedLinear
-from accelpatch.kernels.ops.w8a8_linear import w8a8_linear
+from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
+from accelpatch.kernels.ops.linear.w8a8_linear import w8a8_linear
 from tests.support.hip_gemv import Launched
 from tests.support.parity import bits, name, poisoned, strided, transposed
 from tests.support.w8a8_checks import check_integers, check_large_sums, check_w8a8, reference, weight

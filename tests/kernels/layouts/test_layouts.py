@@ -21,10 +21,10 @@ from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.layouts.row_major import Fp8Rows, Int8Rows, Plain
 from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
 from accelpatch.kernels.operation import Operation
-from accelpatch.kernels.ops import by_layout
-from accelpatch.kernels.ops.block_linear import random_blocks
-from accelpatch.kernels.ops.by_layout import LINEARS, LinearOf
-from accelpatch.kernels.ops.fused_linear import FusedLinear
+from accelpatch.kernels.ops.linear import by_layout
+from accelpatch.kernels.ops.linear.block_linear import random_blocks
+from accelpatch.kernels.ops.linear.by_layout import LINEARS, LinearOf
+from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
 from accelpatch.quant import fp8, int4, int8
 
 N, K, DTYPE = 32, 256, torch.bfloat16

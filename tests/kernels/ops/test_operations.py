@@ -27,7 +27,7 @@ W8A8 = ("quantize_rows", "rmsnorm_rows", "gemm_w8a8", "gemm_fp8", "gated_fp8", "
 OF_INT8 = ("layernorm_q", "int8_attention", "gated_rows")
 NO_GRADIENT = ("int8_embedding", "packed_embedding", "rotary_cos_sin", "gemm_w8a8", "gemm_fp8", "gated_fp8")
 NO_GRADIENT += ("layernorm_q", "int8_attention", "block_embedding")  # integers or 8-bit floats go in, or come out
-PRODUCTS = ("gemv", *(op for op in OPS if op.endswith("_linear") and op != "packed_linear"))
+PRODUCTS = tuple(op for op in OPS if op.endswith("_linear") and op != "packed_linear")
 
 
 def first_args(op: str, dtype: torch.dtype = torch.float32, index: int = 1) -> tuple[Any, ...]:

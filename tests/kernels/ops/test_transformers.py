@@ -12,10 +12,10 @@ from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from accelpatch.kernels.ops.gated_activation import ACTIVATIONS, gated_activation
-from accelpatch.kernels.ops.gated_activation import reference as gated_reference
-from accelpatch.kernels.ops.rmsnorm import add_rmsnorm, rmsnorm, rmsnorm_add
-from accelpatch.kernels.ops.rope import rotary_cos_sin
+from accelpatch.kernels.ops.activation.gated_activation import ACTIVATIONS, gated_activation
+from accelpatch.kernels.ops.activation.gated_activation import reference as gated_reference
+from accelpatch.kernels.ops.attention.rope import rotary_cos_sin
+from accelpatch.kernels.ops.norm.rmsnorm import add_rmsnorm, rmsnorm, rmsnorm_add
 from tests.support.parity import DTYPES, bits, name
 
 LLAMA3 = {

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelpatch.kernels.ops.block_linear import TWO_LEVELS, random_blocks, triton_why_not
-from accelpatch.kernels.ops.gguf_values import dequantize_rows
+from accelpatch.kernels.ops.linear.block_linear import TWO_LEVELS, random_blocks, triton_why_not
+from accelpatch.kernels.ops.linear.gguf_values import dequantize_rows
 from tests.support.interpreted import DEVICE, HERE, INTERPRETED, _anywhere, here, interpret, needs_triton  # noqa: F401
 from tests.support.parity import assert_parity, name, strided
 
@@ -65,7 +65,7 @@ class TestHere:
 
 def test_what_it_does_not_take() -> None:
     from accelpatch.device import KNOWN
-    from accelpatch.kernels.ops.block_linear import of_shape
+    from accelpatch.kernels.ops.linear.block_linear import of_shape
 
     said = triton_why_not(of_shape(8, 64, torch.float16, "Q4_0"), KNOWN["sm_90"])
     assert said is not None

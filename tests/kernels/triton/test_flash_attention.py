@@ -13,8 +13,8 @@ from torch import Tensor
 from accelpatch.device import KNOWN
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
-from accelpatch.kernels.ops import flash_attention as operation
-from accelpatch.kernels.ops.attention_cases import CALLS, Call, made
+from accelpatch.kernels.ops.attention import flash_attention as operation
+from accelpatch.kernels.ops.attention.cases import CALLS, Call, made
 from accelpatch.kernels.spec import Case
 from tests.support.interpreted import DEVICE, HERE, INTERPRETED, LOW, _anywhere, here, interpret, needs_triton  # noqa: F401
 from tests.support.parity import assert_parity, name, poisoned, strided, transposed

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from accelpatch.device import probe
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.ops import quantize_rows as rows
-from accelpatch.kernels.ops.rmsnorm_rows import rmsnorm_rows
+from accelpatch.kernels.ops.activation import quantize_rows as rows
+from accelpatch.kernels.ops.norm.rmsnorm_rows import rmsnorm_rows
 from tests.support.fp8 import FORMS, between, codes, numbers
 from tests.support.interpreted import DEVICE, HERE, LOW, _anywhere, here, interpret, needs_triton  # noqa: F401
 from tests.support.parity import name, strided

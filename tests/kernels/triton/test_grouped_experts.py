@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from accelpatch.device import KNOWN
-from accelpatch.kernels.ops import experts
-from accelpatch.kernels.ops.expert_cases import in_tiles, of_random
+from accelpatch.kernels.ops.experts import experts
+from accelpatch.kernels.ops.experts.cases import in_tiles, of_random
 from tests.support.interpreted import DEVICE, HERE, LOW, _anywhere, here, interpret, needs_triton  # noqa: F401
 from tests.support.parity import assert_parity
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.ops import int8_attention as attention
-from accelpatch.kernels.ops.layernorm_q import layernorm_q
+from accelpatch.kernels.ops.attention import int8_attention as attention
+from accelpatch.kernels.ops.norm.layernorm_q import layernorm_q
 from accelpatch.kernels.spec import Case
 from tests.support.interpreted import DEVICE, HERE, INTERPRETED, LOW, _anywhere, here, interpret, needs_triton  # noqa: F401
 from tests.support.parity import assert_parity, name

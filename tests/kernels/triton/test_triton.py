@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accelpatch.device import KNOWN, probe
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.ops.quantize_rows import form_why_not
+from accelpatch.kernels.ops.activation.quantize_rows import form_why_not
 from accelpatch.kernels.spec import Case
 from tests.support.interpreted import DEVICE, HERE, INTERPRETED, LOW, _anywhere, here, interpret, needs_triton  # noqa: F401
 from tests.support.parity import DTYPES, assert_parity, name, strided, transposed
@@ -22,7 +22,7 @@ pytestmark = needs_triton
 RUNNING = tuple(dtype for dtype in DTYPES if not INTERPRETED or dtype != torch.bfloat16)
 OF_TRITON = [op for op, (_, names) in dispatch.TABLE.items() if "triton" in names]
 # gemv's takes sizes of large models alone: see test_weight_only_rows.py; attention: see test_flash_attention.py
-ELSEWHERE = ("gemv", "flash_attention")
+ELSEWHERE = ("float_linear", "flash_attention")
 OPS = tuple(op for op in OF_TRITON if dispatch.kernel(op).registered and op not in ELSEWHERE)
 CASES = [(op, case) for op in OPS for case in dispatch.kernel(op).cases()]
 

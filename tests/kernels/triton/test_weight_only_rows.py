@@ -13,8 +13,8 @@ from accelpatch.device import KNOWN
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.row_major import Plain
-from accelpatch.kernels.ops import gemv
-from accelpatch.kernels.ops.fused_linear import FusedLinear
+from accelpatch.kernels.ops.linear import float_linear
+from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
 from accelpatch.quant import int4
 from tests.support.gemv_reference import wrong
 from tests.support.interpreted import DEVICE, HERE, INTERPRETED, _anywhere, here, interpret, needs_triton  # noqa: F401
@@ -131,13 +131,13 @@ class TestSpecials:
 
 
 def test_where_floats_take_this_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemv.launch, "why_not", lambda device, *dtypes: None)
+    monkeypatch.setattr(float_linear.launch, "why_not", lambda device, *dtypes: None)
     x, w = torch.zeros(65, 256, dtype=torch.bfloat16), torch.zeros(2048, 256, dtype=torch.bfloat16)
 
     def fits(x: Tensor, w: Tensor, arch: str = "sm_90") -> bool:
-        made = gemv.spec(x, w)
-        made = replace(made, options=dict(gemv.facts(x, w)))
-        return gemv.triton_why_not(made, replace(KNOWN["sm_90"], arch=arch)) is None
+        made = float_linear.spec(x, w)
+        made = replace(made, options=dict(float_linear.facts(x, w)))
+        return float_linear.triton_why_not(made, replace(KNOWN["sm_90"], arch=arch)) is None
 
     for arch, takes in (("sm_90", True), ("sm_90a", True), ("sm_100", False), ("gfx942", False)):
         assert [fits(x[:m], w, arch) for m in (8, 9, 64, 65)] == [False, takes, takes, False]
@@ -153,14 +153,14 @@ class TestWays:
     pytestmark = marks
 
     def test_a_product_and_its_gate(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for way, one in gemv.IMPLEMENTATIONS.items():
+        for way, one in float_linear.IMPLEMENTATIONS.items():
             only = replace(one, why_not=lambda spec, device, way=way: None if way == "triton" else "not here")
-            monkeypatch.setitem(gemv.IMPLEMENTATIONS, way, only)
+            monkeypatch.setitem(float_linear.IMPLEMENTATIONS, way, only)
         x, w, bias = operands(20, 66, 256, DTYPES[0])
         w = w.to(x.dtype)
         product = FusedLinear(Plain(w), bias)
-        assert torch.equal(bits(product.large_m(x, "silu")), bits(gemv.by_triton(x, w, bias, gate=True)))
-        assert torch.equal(bits(gemv.gemv(x, w, bias)), bits(gemv.by_triton(x, w, bias)))
+        assert torch.equal(bits(product.large_m(x, "silu")), bits(float_linear.by_triton(x, w, bias, gate=True)))
+        assert torch.equal(bits(float_linear.float_linear(x, w, bias)), bits(float_linear.by_triton(x, w, bias)))
 
     @pytest.mark.parametrize("n, k", [(66, 256), (66, 2048)], ids=str)
     @pytest.mark.parametrize("kind", ["float", "gate", "int8", "int4"])
@@ -168,7 +168,7 @@ class TestWays:
         gap = torch.randn(2 * n, generator=torch.Generator().manual_seed(3)).to(DEVICE, DTYPES[0])[::2]
         if kind in ("float", "gate"):
             x, w, _ = operands(20, n, k, DTYPES[0])
-            found = [gemv.by_triton(x, w.to(x.dtype), bias, kind == "gate") for bias in (gap, gap.contiguous())]
+            found = [float_linear.by_triton(x, w.to(x.dtype), bias, kind == "gate") for bias in (gap, gap.contiguous())]
         else:
             op, make = ("int8_linear", int8_args) if kind == "int8" else ("tiled_int4_linear", int4_args)
             args = make(20, n, k, DTYPES[0])[:-1]
@@ -191,6 +191,6 @@ class TestFloats:
         wide[:, :k] = x
 
         with poisoned():
-            found = [gemv.by_triton(given, w, beside, gate) for given in (x, wide[:, :k])]
+            found = [float_linear.by_triton(given, w, beside, gate) for given in (x, wide[:, :k])]
         assert torch.equal(bits(found[0]), bits(found[1]))
         assert wrong(found[0], w, x, {"bias": beside, "activation": "silu_gate" if gate else "none"}) == ""

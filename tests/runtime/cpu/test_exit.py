@@ -16,7 +16,7 @@ from transformers import DynamicCache
 import accelpatch
 from accelpatch.device import probe
 from accelpatch.fusion.cache_name import CACHE
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.cpu.decode_step import DecodeStep
 from tests.support.tiny import CAUSAL, full_batch

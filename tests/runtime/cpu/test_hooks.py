@@ -10,7 +10,7 @@ import torch
 
 import accelpatch
 from accelpatch.device import probe
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu.decode_step import DecodeStep
 from accelpatch.runtime.cpu.native_step import NATIVE
 from tests.runtime.cpu.test_native_step import STEPPING, by_modules, decode, native_steps, patched

@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import accelpatch
 from accelpatch.device import probe
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from accelpatch.runtime.cpu.native_step import NATIVE
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from tests.support.simulated import assert_float_rule, simulated

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from accelpatch.device import probe
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from accelpatch.runtime.cpu import native_cache
 from accelpatch.runtime.cpu.native_step import NATIVE
 from tests.runtime.cpu.test_native_step import by_modules, native_steps, patched

@@ -19,7 +19,7 @@ from transformers import (
 
 import accelpatch
 from accelpatch.errors import KernelError
-from accelpatch.kernels.ops.fused_linear import FusedLinear
+from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_call, captured_graph
 from accelpatch.runtime.graphs.captured_call import CALL, RUNS

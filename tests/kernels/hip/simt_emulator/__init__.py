@@ -19,7 +19,7 @@ from accelpatch.kernels.hip import binding
 COMPILER = shutil.which("g++")
 EMULATOR, KERNELS = Path(__file__).parent, Path(binding.__file__).parent
 AMD = ("gfx90a", "gfx942", "gfx950")
-ATTENTION = ("decode_attention.hip", "decode_attention_one.hip")
+ATTENTION = ("attention/decode_attention.hip", "attention/decode_attention_one.hip")
 RUN_LONG = ("run.cpp", *ATTENTION)  # products take longer to compile than to run
 
 
@@ -74,4 +74,4 @@ def _copy_sources(form: str, folder: Path) -> None:
     for one in EMULATOR.iterdir():
         if one.suffix in (".h", ".cpp"):
             shutil.copy(one, folder)
-    shutil.copy(EMULATOR / ("amd.h" if form in AMD else "nvidia.h"), folder / "nvidia.h")
+    shutil.copy(EMULATOR / ("amd.h" if form in AMD else "nvidia.h"), folder / "arch/nvidia.h")

@@ -1,5 +1,5 @@
 // Runs a kernel: each emulated thread has a stack of its own (ucontext), and one runs at a time.
-#include "portability.h"
+#include "arch/portability.h"
 #include <csetjmp>
 #include <cstdio>
 #include <memory>

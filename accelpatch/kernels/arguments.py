@@ -1,0 +1,34 @@
+"""Checks of an operation's arguments, for operations and weight layouts alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accelpatch.errors import KernelError
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def require(holds: bool, op: str, message: str) -> None:
+    """Raise KernelError(message) unless `holds`."""
+    if not holds:
+        raise KernelError(f"{op}: {message}")
+
+
+def say(tensor: Tensor) -> str:
+    """dtype and shape of a tensor, for error messages."""
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def check_scale(op: str, n: int, k: int, scale: Tensor, offset: Tensor | None = None) -> int:
+    """The group size of a weight[n, k] with this scale. Raises KernelError where the shapes do not fit."""
+    fits = scale.dim() == 2 and scale.shape[0] == n and scale.dtype in FLOATS
+    require(fits, op, f"scale is float [N, G] with N = {n}, not {say(scale)}")
+    groups = scale.shape[1]
+    require(groups >= 1 and k % groups == 0, op, f"{groups} groups do not divide K = {k} evenly")
+    if offset is not None:
+        require(
+            offset.shape == scale.shape, op, f"offset has the shape of scale {list(scale.shape)}, not {say(offset)}"
+        )
+    return k // groups

@@ -1,0 +1,198 @@
+// A warp's sums of one tile: 16 rows by 8 tokens (or 4), step after step of K.
+#pragma once
+#include "gemv/limb_stage.h"
+#include "gemv/quantized_stage.h"
+#include "gemv/stage.h"
+
+DEVICE float table_value(uint32_t pair, int half, bool bf16) {
+    const uint32_t bits = half ? pair >> 16 : pair & 0xffffu;
+    return bf16 ? Bf16::up(bits) : F16::up(bits);
+}
+// Of a float32 whose halves lie in two tables.
+DEVICE float wide_value(uint32_t high, uint32_t low, int half) {
+    return bits_to_float(half ? permute<0x7632>(low, high) : permute<0x5410>(low, high));
+}
+
+DEVICE float silu(float v) { return v * fast_reciprocal(1.f + fast_exp2(v * -1.44269504088896f)); }
+DEVICE float activate(float v, int kind) {
+    if (kind == ACT_SILU) return silu(v);
+    if (kind == ACT_RELU) return v < 0.f ? 0.f : v;  // keeps NaN
+    if (kind == ACT_GELU) return .5f * v * (1.f + erff(v * .70710678118654752f));
+    if (kind == ACT_GELU_TANH) return .5f * v * (1.f + tanhf(.79788456080286536f * (v + .044715f * v * v * v)));
+    return v;
+}
+
+template <class F, class T> struct FloatSums : FloatMma<T> {
+    using Mma = FloatMma<T>;
+    using Value = float;  // of a sum
+    template <bool COMMON> using Stager = FloatStager<F, T, COMMON>;
+    // Where a lane's activations lie.
+    struct Place {
+        const char* x;
+        int token_stride, tokens;
+        DEVICE Place(const GemvArgs& a, const GemvPlan& plan, const char* shared)
+            : x(shared + Mma::column(int(a.m)) * plan.token_stride + F::chunk(0, fragment_quarter()) * 16),
+              token_stride(plan.token_stride),
+              tokens(int(a.m)) {}
+    };
+    // The stage that begins `step` steps after the first that is staged.
+    template <bool> DEVICE void multiply_stage(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
+#pragma unroll
+        for (int u = 0; u < PAIR<F>; ++u)
+#pragma unroll
+            for (int p = 0; p < F::PARTS; ++p) {
+                Words4 w[ROWS_PER_LANE];
+#pragma unroll
+                for (int h = 0; h < ROWS_PER_LANE; ++h) {
+                    if constexpr (COMPACT<F>) w[h] = F::expand(now[u].w[h], now[u].exponents[2 * h + p], p);
+                    else w[h] = F::template expand<T>(now[u].w[h], p);
+                }
+                Mma::add(
+                    w, place.x + (step + u) * (F::KSTEP * 2) + F::chunk(p, 0) * 16, place.token_stride, place.tokens);
+            }
+    }
+};
+
+template <class F, class T, bool NARROW> struct IntegerSums : Cells<NARROW> {
+    using Mma = IntegerMma<NARROW>;
+    using Value = float;
+    template <bool COMMON> using Stager = LimbStager<F, T, NARROW, false, COMMON>;
+    using Cell = Cells<NARROW>;
+    static constexpr int HALVES = F::PARTS / 2;  // of a lane's bytes of a row and step, in slots
+    // Two chains of products, where one alone would wait for its own latency.
+    static constexpr bool CHAINS = NARROW || F::GROUPS == 0;
+    // Products that one scale belongs to.
+    static constexpr int SCALE_PARTS = F::GROUPS ? F::PARTS / F::GROUPS : F::PARTS * PAIR<F>;
+    float sum[Cell::COUNT];
+    struct Place {
+        const char* x;
+        const float *block_exponents, *sums;
+        DEVICE Place(const GemvArgs& a, const GemvPlan& plan, const char* shared)
+            : x(shared + Mma::place(int(a.m), plan.token_stride)),
+              block_exponents(reinterpret_cast<const float*>(shared + plan.block_exponents_at) + Cell::token(0)),
+              sums(reinterpret_cast<const float*>(shared + plan.sums_at) + Cell::token(0)) {}
+    };
+    DEVICE void zero() {
+        for (float& v : sum) v = 0.f;
+    }
+    DEVICE void finish() {}
+    template <bool BF16_SCALES>
+    DEVICE void multiply_stage(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
+        if constexpr (CODEBOOK<F>) multiply_book<F::LIMBS>(now, place, step);
+        else multiply_codes<BF16_SCALES>(now, place, step);
+    }
+
+private:
+    template <bool BF16_SCALES>
+    DEVICE void multiply_codes(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
+        const char* x = place.x + step * (F::KSTEP * 2);
+        const float* block_exponent = place.block_exponents + step * (F::KSTEP / 16);
+        const float* group = place.sums + step * F::GROUPS * 8;
+        Mma part, other;
+        part.zero(), other.zero();
+#pragma unroll
+        for (int i = 0; i < PAIR<F> * HALVES; ++i) {
+            const int u = i / HALVES, half = i % HALVES;
+            Words4 w[ROWS_PER_LANE];
+#pragma unroll
+            for (int h = 0; h < ROWS_PER_LANE; ++h) w[h] = F::expand(now[u].w[h], half);
+            const typename Mma::Activations limbs = Mma::load(x + i * 128);
+#pragma unroll
+            for (int p = 0; p < 2; ++p) {
+                (SCALE_PARTS > 2 && CHAINS && p ? other : part).add(w, limbs, p);
+                const int done = i * 2 + p + 1;  // products of the stage
+                if (done % SCALE_PARTS != 0) continue;
+                if (SCALE_PARTS > 2 && CHAINS) part.plus(other), other.zero();
+                add_group<BF16_SCALES>(part, now[u], block_exponent + (done - 1) / 4 * 8, group,
+                    done % F::PARTS ? done % F::PARTS / SCALE_PARTS - 1 : F::GROUPS - 1);
+                group += F::GROUPS ? 8 : 0;
+                part.zero();
+            }
+        }
+    }
+    // The same of a codebook, each of whose limbs has products of its own.
+    template <int LIMBS> DEVICE void multiply_book(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
+        const char* x = place.x + step * (F::KSTEP * 2);
+        const float* block_exponent = place.block_exponents + step * (F::KSTEP / 16);
+        Mma part[LIMBS];
+        for (Mma& one : part) one.zero();
+#pragma unroll
+        for (int i = 0; i < PAIR<F> * HALVES; ++i) {
+            const int u = i / HALVES, half = i % HALVES;
+            Words4 expanded[ROWS_PER_LANE][LIMBS];
+#pragma unroll
+            for (int h = 0; h < ROWS_PER_LANE; ++h) F::expand(now[u].w[h], half, expanded[h]);
+            const typename Mma::Activations limbs = Mma::load(x + i * 128);
+#pragma unroll
+            for (int p = 0; p < 2; ++p) {
+#pragma unroll
+                for (int q = 0; q < LIMBS; ++q) {
+                    Words4 w[ROWS_PER_LANE];
+#pragma unroll
+                    for (int h = 0; h < ROWS_PER_LANE; ++h) w[h] = expanded[h][q];
+                    part[q].add(w, limbs, p);
+                }
+                const int done = i * 2 + p + 1;  // products of the stage
+                if (done % SCALE_PARTS != 0) continue;
+                add_book(part, now[u], block_exponent + (done - 1) / 4 * 8,
+                    done % F::PARTS ? done % F::PARTS / SCALE_PARTS - 1 : F::GROUPS - 1);
+                for (Mma& one : part) one.zero();
+            }
+        }
+    }
+    template <int LIMBS>
+    DEVICE void add_book(const Mma (&part)[LIMBS], const Slot<F>& slot, const float* block_exponent, int group) {
+        float block_exponents[Cell::TOKENS];
+        load_floats<Cell::TOKENS>(block_exponents, block_exponent);
+#pragma unroll
+        for (int i = 0; i < Cell::COUNT; ++i) {
+            const int word = Cell::pair(i) * F::GROUPS + group;
+            sum[i] = fmaf(Mma::value_of_book(part, i) * block_exponents[i % Cell::TOKENS],
+                wide_value(slot.scale[word], slot.offset[word], Cell::half(i)), sum[i]);
+        }
+    }
+    // A group's products into the sums, times its block exponent and scale; and, with an offset, the sum of its
+    // activations times what expand() left of it.
+    template <bool BF16_SCALES>
+    DEVICE void add_group(
+        const Mma& part, const Slot<F>& slot, const float* block_exponent, const float* group_sum, int group) {
+        float block_exponents[Cell::TOKENS], sums[Cell::TOKENS];
+        load_floats<Cell::TOKENS>(block_exponents, block_exponent);
+        if constexpr (SUMMED<F>) load_floats<Cell::TOKENS>(sums, group_sum);
+#pragma unroll
+        for (int i = 0; i < Cell::COUNT; ++i) {
+            const float value = part.value(i) * block_exponents[i % Cell::TOKENS];
+            if constexpr (F::GROUPS == 0) {
+                sum[i] += value;
+            } else {
+                const int word = Cell::pair(i) * F::GROUPS + group;
+                const float scale = table_value(slot.scale[word], Cell::half(i), BF16_SCALES);
+                sum[i] = fmaf(value, scale, sum[i]);
+                if constexpr (SUMMED<F>)
+                    sum[i] = fmaf(sums[i % Cell::TOKENS],
+                        F::rest(scale, table_value(slot.offset[word], Cell::half(i), BF16_SCALES)), sum[i]);
+            }
+        }
+    }
+};
+
+// Of activations with a scale a token the sums are those of bytes over all of K; scales come with the output.
+template <class F, class T> struct ByteSums : ByteMma<F> {
+    using Mma = ByteMma<F>;
+    using Value = typename F::Sum;
+    template <bool COMMON> using Stager = QuantizedStager<F, T, WholeRows, COMMON>;
+    struct Place {
+        const char* x;
+        DEVICE Place(const GemvArgs& a, const GemvPlan& plan, const char* shared)
+            : x(shared + Mma::place(int(a.m), plan.token_stride)) {}
+    };
+    template <bool> DEVICE void multiply_stage(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
+#pragma unroll
+        for (int u = 0; u < PAIR<F>; ++u)
+            Mma::add(now[u].w, *reinterpret_cast<const Words4*>(place.x + (step + u) * F::KSTEP));
+    }
+};
+
+template <class F, class T, bool NARROW>
+using SumsFor = std::conditional_t<QUANTIZES_ROWS<F>, ByteSums<F, T>,
+    std::conditional_t<F::QUANTIZES, IntegerSums<F, T, NARROW>, FloatSums<F, T>>>;

@@ -1,0 +1,1 @@
+"""Attention of decode steps: device sources and their binding."""

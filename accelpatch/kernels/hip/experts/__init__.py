@@ -1,0 +1,1 @@
+"""Experts for few tokens: device sources and their binding."""

@@ -1,0 +1,62 @@
+// Codebooks of 4 bits (codebooks.py), as integers of two limbs of a byte, each of which has products of its
+// own. fp4's values are whole multiples of a 192nd, so that its integers are exact; nf4's lose at most 2^-15 of the
+// largest.
+//
+// Where bytes of both halves of a book are looked up at once (BOOK_IN_HALVES), its positive and negative values have
+// products apart: a lookup gives 0 for the other half's codes.
+#pragma once
+#include "gemv.h"
+#include "arch/portability.h"
+
+template <int KIND> struct CodebookOf {
+    static constexpr bool NF4 = KIND == OFFSET_NF4;
+    static constexpr int LIMBS = BOOK_IN_HALVES ? 4 : 2, LIMB = BOOK_IN_HALVES ? 128 : 256;
+    static constexpr int STEP = BOOK_IN_HALVES ? 85 : 168;                           // of fp4's 192nds
+    static constexpr int UNIT = !NF4 ? 192 * STEP : BOOK_IN_HALVES ? 16383 : 32512;  // what the largest value is
+    // The integer of a code as tiles hold it, with its top bit turned.
+    static constexpr DEVICE int integer(int held) {
+        constexpr double NF4_VALUES[16] = {-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+            -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534,
+            0.16093020141124725, 0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+            0.7229568362236023, 1.0};
+        constexpr int FP4_VALUES[8] = {0, 1, 128, 192, 64, 96, 32, 48};
+        const int code = held ^ 8;
+        if (!NF4) return FP4_VALUES[code & 7] * (code < 8 ? STEP : -STEP);
+        const double scaled = NF4_VALUES[code] * UNIT;
+        return static_cast<int>(scaled < 0 ? scaled - .5 : scaled + .5);
+    }
+    // A limb of a code's integer: of its magnitude where halves have products apart.
+    static constexpr DEVICE int limb(int held, bool high) {
+        const int value = BOOK_IN_HALVES && integer(held) < 0 ? -integer(held) : integer(held),
+                  low = BOOK_IN_HALVES ? value % LIMB : ((value + 128) & 255) - 128;
+        return high ? (value - low) / LIMB : low;
+    }
+    // Of four codes from `first` on.
+    static constexpr DEVICE uint32_t four(int first, bool high) {
+        uint32_t out = 0;
+        for (int i = 0; i < 4; ++i) out |= (static_cast<uint32_t>(limb(first + i, high)) & 255u) << (8 * i);
+        return out;
+    }
+    template <bool HIGH> static DEVICE void bytes(const NibbleLookup& codes, int half, uint32_t* out) {
+        constexpr uint32_t A = four(0, HIGH), B = four(4, HIGH), C = four(8, HIGH), D = four(12, HIGH);
+        codes(A, B, C, D, half, out);
+    }
+    // The operand of each product, of four codes each: high limbs first, where halves are apart the codes 0 to 7 first.
+    static DEVICE void operands(const NibbleLookup& codes, int half, uint32_t (&out)[LIMBS]) {
+        bytes<true>(codes, half, out), bytes<false>(codes, half, out + LIMBS / 2);
+    }
+    static DEVICE float value(uint32_t held) {
+        const NibbleLookup codes(held);
+        uint32_t out[LIMBS];
+        operands(codes, 0, out);
+        int value = 0;
+#pragma unroll
+        for (int i = 0; i < LIMBS; ++i) {
+            const int byte = static_cast<int8_t>(out[i] & 255u);
+            value += (i < LIMBS / 2 ? LIMB : 1) * (SIGNED(i) ? -byte : byte);
+        }
+        return static_cast<float>(value) / static_cast<float>(UNIT);
+    }
+    // Whether a product is subtracted: that of nf4's codes below 0, fp4's codes 8 to 15, which tiles hold as 0 to 7.
+    static constexpr DEVICE bool SIGNED(int product) { return BOOK_IN_HALVES && product % 2 == (NF4 ? 1 : 0); }
+};

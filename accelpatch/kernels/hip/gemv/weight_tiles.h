@@ -1,0 +1,53 @@
+// Weights of a tile: the bytes of a step, what a lane holds of them, and where rows and scales lie.
+#pragma once
+#include "experts/stacked.h"
+
+template <class F> constexpr int SCALE_BYTES = 4 * F::GROUPS;                              // a row pair and step
+template <class F> constexpr int TABLES = F::GROUPS ? 1 + (F::OFFSET != OFFSET_NONE) : 0;  // scales, offsets
+template <class F> constexpr int WEIGHT_BYTES = COMPACT<F> ? F::STEP_BYTES : 1024;         // a warp and step
+template <class F> constexpr int TABLE_BYTES = 8 * SCALE_BYTES<F>;                         // of a tile and step
+template <class F> constexpr int SLOT_BYTES = WEIGHT_BYTES<F> + TABLE_BYTES<F> * TABLES<F>;
+
+// Neighbouring steps of K in a stage: two at once hide each other's latencies, where registers hold their scales.
+template <class F> constexpr int PAIR = F::GROUPS * SCALE_PAIRS * TABLES<F> > 8 ? 1 : 2;
+
+// What a lane holds of one step.
+template <class F> struct Slot {
+    static constexpr int WORDS = F::GROUPS ? F::GROUPS * SCALE_PAIRS : 1;
+    Words4 w[ROWS_PER_LANE];
+    uint32_t exponents[COMPACT<F> ? 2 * ROWS_PER_LANE : 1];  // two words a row
+    uint32_t scale[WORDS], offset[WORDS];
+};
+
+// Blocks that tiles are cut for.
+template <class F> DEVICE int tile_blocks(const GemvPlan& plan) {
+    return STACKED<F> ? plan.experts.blocks : int(gridDim.x);
+}
+// Blocks share each round of tiles evenly, so that a last, shorter round is spread over all of them.
+template <class F> DEVICE int tile_of(const GemvPlan& plan, int round, int wn) {
+    const int block = STACKED<F> ? int(blockIdx.x) % plan.experts.blocks : int(blockIdx.x);
+    return ((round * WARPS >> plan.warps_shift) + wn) * tile_blocks<F>(plan) + block;
+}
+// The weight row of a tile's row r; a.n or more where there is none.
+DEVICE int64_t weight_row(const GemvArgs& a, int tile, int r) {
+    if (a.activation != ACT_SILU_GATE) return int64_t(tile) * 16 + r;
+    const int64_t half = a.n / 2, at = int64_t(tile) * 8 + (r & 7);
+    return at < half ? at + (r >> 3) * half : a.n;
+}
+template <class F> DEVICE int64_t row_bytes(const GemvArgs& a) { return a.k * F::VALUE_BITS / 8; }
+template <class F> DEVICE int64_t scale_sets(const GemvArgs& a, const GemvPlan& plan) {
+    return F::GROUPS ? ((plan.steps - 1) >> a.group_shift) + 1 : 0;
+}
+
+// Rows that no 16-byte load may touch: 16 bytes one by one, zeros past the row's end. `room`: bytes from `from` to
+// there.
+template <int RUN> static __device__ __noinline__ Words4 gather(const char* from, int room) {
+    uint32_t out[4] = {0, 0, 0, 0};
+#pragma unroll 1
+    for (int byte = 0; byte < 16; ++byte) {
+        const int at = byte / RUN * 32 + byte % RUN;
+        const uint32_t v = at < room ? static_cast<uint8_t>(from[at]) : 0u;
+        for (int j = 0; j < 4; ++j) out[j] |= (byte >> 2) == j ? v << (8 * (byte & 3)) : 0u;
+    }
+    return {out[0], out[1], out[2], out[3]};
+}

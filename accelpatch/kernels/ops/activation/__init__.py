@@ -1,0 +1,1 @@
+"""Activations: gates, and rows in 8 bits."""

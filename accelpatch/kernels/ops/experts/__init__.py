@@ -1,0 +1,1 @@
+"""Mixtures of experts: which are chosen, and what they compute."""

@@ -1,0 +1,122 @@
+"""Linear layer with an 8-bit float weight: y[M, N] = x[M, K] @ (q[N, K] * scale[N, 1])^T + bias[N].
+
+q is torch.float8_e4m3fn, or float8_e4m3fnuz for the matrix units of gfx942 (largest number 240 in place of 448). One
+scale per row. Activations stay float (weight-only). Format: OCP 8-bit floating point, E4M3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accelpatch.device import Device
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.arguments import FLOATS, check_scale, require, say
+from accelpatch.kernels.hip import binding
+from accelpatch.kernels.layouts.row_major import FP8, Fp8Rows, fp8_name
+from accelpatch.kernels.operation import operation
+from accelpatch.kernels.ops.linear import common
+from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
+
+
+def dense(dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The weight[N, K], computed in float32 or wider and rounded to `dtype`, and the bias."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return (q.to(wide) * scale.to(wide)).to(dtype), None if bias is None else bias.to(dtype)
+
+
+def reference(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Dequantise the whole weight to x's dtype, then torch's own linear layer."""
+    return functional.linear(x, *dense(x.dtype, q, scale, bias))
+
+
+def blocks(*weight: Tensor | None) -> Blocks:
+    """The weight and the bias in float64, in blocks of rows."""
+    return common.float64_blocks(dense, *weight)
+
+
+def spec(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Spec:
+    """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    op = "fp8_linear"
+    require(q.dtype in FP8 and q.dim() == 2, op, f"q is float8_e4m3fn or float8_e4m3fnuz [N, K], not {say(q)}")
+    n, k = q.shape
+    require(x.dim() >= 1 and x.dtype in FLOATS, op, f"x is float [..., K], not {say(x)}")
+    require(n >= 1 and k >= 1, op, f"the weight is empty: N = {n}, K = {k}")
+    require(x.shape[-1] == k, op, f"x has {x.shape[-1]} features, the weight {k}")
+    require(check_scale(op, n, k, scale) == k, op, f"scale is float [{n}, 1], not {say(scale)}")
+    common.check_beside(op, x, n, bias, q=q, scale=scale)
+    return of_shape(n, k, x.dtype, q.dtype, m=x.numel() // k)
+
+
+def of_shape(n: int, k: int, dtype: torch.dtype, form: torch.dtype = torch.float8_e4m3fn, *, m: int = 1) -> Spec:
+    """The Spec of a linear layer of this size, for planning before there is a weight. form: the weight's dtype."""
+    sizes, options = {"M": m, "N": n, "K": k}, {"form": fp8_name(form)}
+    return Spec("fp8_linear", sizes, dtype, torch.float32, k, options=options)
+
+
+def form_of(spec: Spec) -> str:
+    """The weight's format; e4m3fn where the spec does not say."""
+    return str(spec.options.get("form", fp8_name(FP8[0])))
+
+
+def why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_hip` cannot run a spec; None where it can."""
+    return binding.why_not(spec, device, "gemv_fp8", form_of(spec)) or common.too_many_rows(spec, binding.MAX_ROWS)
+
+
+def libraries(spec: Spec, device: Device) -> tuple[str, ...]:
+    """The device libraries of such a weight on a device."""
+    return (binding.library_name("gemv_fp8", spec.dtype, form_of(spec)),)
+
+
+def by_hip(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The implementation `hip`: reads the weight once per 8 rows of x."""
+    return binding.launch(Fp8Rows(q, scale).launch(), x, bias=bias)
+
+
+def by_torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The implementation `torch`: dequantises the weight in blocks of rows."""
+
+    def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        # in float32 at least: a row's scale can be smaller than float16 says
+        wide = torch.promote_types(dtype, torch.float32)
+        return q[start:stop].to(wide).mul_(scale[start:stop].to(wide))
+
+    return common.by_row_blocks(x, q.shape[0], q.shape[1], rows, bias)
+
+
+@operation("fp8_linear")
+def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y[..., N] = x[..., K] @ (q * scale)^T + bias.
+
+    x[..., K] float; q[N, K] float8 (e4m3fn or e4m3fnuz); scale[N, 1] float; bias[N] float or None. y has x's dtype,
+    contiguous. Raises KernelError for arguments that do not fit together.
+    """
+    y: Tensor = dispatch.run("fp8_linear", spec, x.device, (x, q, scale, bias))
+    return y
+
+
+@fp8_linear.register_fake
+def _fake(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    spec(x, q, scale, bias)
+    return x.new_empty((*x.shape[:-1], q.shape[0]))
+
+
+def cases() -> list[Case]:
+    """Cases for parity checks: odd sizes, both fp8 formats."""
+
+    def case(m: int, n: int, k: int, bias: bool, form: torch.dtype) -> Case:
+        def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Tensor | None, ...]:
+            x, scale, b = common.operands(generator, dtype, device, m, n, k, 1, bias)
+            q = (50 * torch.randn(n, k, generator=generator)).clamp(-240, 240).to(form).to(device)
+            return x, q, scale / 50, b
+
+        return Case(f"m{m}-n{n}-k{k}-{str(form)[19:]}{'-bias' if bias else ''}", make)
+
+    sizes = [(m, n, k, bias) for m, n, k, _, bias in common.SIZES]
+    return [case(*size, FP8[i % 2]) for i, size in enumerate((*sizes, (5, 33, 65, True)))]
+
+
+IMPLEMENTATIONS = {"hip": Implementation(by_hip, why_not), "torch": Implementation(by_torch, dispatch.anywhere)}
+KERNELS = {"fp8_linear": Kernel(fp8_linear, reference, spec, IMPLEMENTATIONS, cases, blocks)}

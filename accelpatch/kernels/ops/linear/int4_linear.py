@@ -1,0 +1,130 @@
+"""Linear layer with a 4-bit weight: y[M, N] = x[M, K] @ w[N, K]^T + bias[N], codes u in 0..15, groups along K.
+
+    offset None               w = (u - 8) * scale           symmetric
+    offset[N, G] float        w = u * scale + offset        minimum (GGUF Q4_1)
+    offset[N, G] integer      w = (u - offset) * scale      zero point (GPTQ, AWQ)
+
+Packed q[N, K / 2]: two codes per byte, the even k in the low nibble. Stored as torch.int8 (as bits): code that looks at
+a weight's dtype takes torch.uint8 for a mask or an image.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.operation import operation
+from accelpatch.kernels.ops.linear import common
+from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
+
+
+def dense(
+    dtype: torch.dtype, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The weight[N, K], decoded in float32 or wider and rounded to `dtype`, and the bias."""
+    wide = torch.promote_types(dtype, torch.float32)
+    k = 2 * q.shape[1]
+    u = torch.empty(q.shape[0], k, dtype=wide, device=q.device)
+    byte = q.to(torch.int16).remainder_(256)
+    u[:, 0::2] = byte.remainder(16)
+    u[:, 1::2] = byte.div_(16, rounding_mode="floor")
+    groups, s = u.view(q.shape[0], scale.shape[1], -1), scale.to(wide)[:, :, None]
+    if offset is None:
+        groups.sub_(8).mul_(s)
+    elif offset.is_floating_point():
+        groups.mul_(s).add_(offset.to(wide)[:, :, None])
+    else:
+        groups.sub_(offset.to(wide)[:, :, None]).mul_(s)
+    return u.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def reference(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """Dequantise the whole weight to x's dtype, then torch's own linear layer."""
+    return functional.linear(x, *dense(x.dtype, q, scale, offset, bias))
+
+
+def blocks(*weight: Tensor | None) -> Blocks:
+    """The weight and the bias in float64, in blocks of rows."""
+    return common.float64_blocks(dense, *weight)
+
+
+def spec(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Spec:
+    """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
+    return common.spec("int4_linear", x, q, 2, scale, offset, bias)
+
+
+def unpack(q: Tensor) -> Tensor:
+    """u[N, K] int8 in 0..15 from packed q[N, K / 2]."""
+    return torch.stack((q & 15, (q >> 4) & 15), dim=-1).flatten(-2)
+
+
+def dequantize_rows(q: Tensor, scale: Tensor, offset: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """w[N, K] in `dtype` from packed rows."""
+    groups = unpack(q).unflatten(1, (scale.shape[1], -1))
+    s = scale.to(dtype).unsqueeze(2)
+    if offset is None:
+        return (groups - 8).to(dtype).mul_(s).flatten(1)
+    shift = offset.to(dtype).unsqueeze(2)
+    if offset.is_floating_point():
+        return groups.to(dtype).mul_(s).add_(shift).flatten(1)
+    return groups.to(dtype).sub_(shift).mul_(s).flatten(1)
+
+
+def by_torch(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """The implementation `torch`: dequantises the weight in blocks of rows."""
+
+    def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        # in float32 at least: u * scale + offset loses its low bits where it is rounded twice
+        wide = torch.promote_types(dtype, torch.float32)
+        return dequantize_rows(q[start:stop], scale[start:stop], None if offset is None else offset[start:stop], wide)
+
+    return common.by_row_blocks(x, q.shape[0], 2 * q.shape[1], rows, bias)
+
+
+@operation("int4_linear")
+def int4_linear(
+    x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """y[..., N] = x[..., K] @ w^T + bias, with w dequantised by the kind of `offset` (see the module).
+
+    x[..., K] float; q[N, K / 2] packed, int8; scale[N, G] float, G dividing K; offset[N, G] None, float or integer;
+    bias[N] float or None. y has x's dtype, contiguous. Raises KernelError for arguments that do not fit together.
+    """
+    y: Tensor = dispatch.run("int4_linear", spec, x.device, (x, q, scale, offset, bias))
+    return y
+
+
+@int4_linear.register_fake
+def _fake(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    spec(x, q, scale, offset, bias)
+    return x.new_empty((*x.shape[:-1], q.shape[0]))
+
+
+def cases() -> list[Case]:
+    """Cases for parity checks: odd sizes, each kind of offset."""
+
+    def case(m: int, n: int, k: int, groups: int, bias: bool, kind: str) -> Case:
+        def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Tensor | None, ...]:
+            x, scale, b = common.operands(generator, dtype, device, m, n, k, groups, bias)
+            scale = (scale / 8).to(torch.float16)
+            q = torch.randint(-128, 128, (n, k // 2), generator=generator, dtype=torch.int8).to(device)
+            offset = None
+            if kind == "minimum":
+                offset = -8 * scale
+            elif kind == "zero_point":
+                offset = torch.randint(0, 16, scale.shape, generator=generator, dtype=torch.int8).to(device)
+            return x, q, scale, offset, b
+
+        return Case(f"m{m}-n{n}-k{k}-g{k // groups}-{kind}{'-bias' if bias else ''}", make)
+
+    kinds = ("none", "minimum", "zero_point")
+    return [case(*size, kind=kinds[i % 3]) for i, size in enumerate(common.SIZES)]
+
+
+KERNELS = {
+    "int4_linear": Kernel(
+        int4_linear, reference, spec, {"torch": Implementation(by_torch, dispatch.anywhere)}, cases, blocks
+    )
+}

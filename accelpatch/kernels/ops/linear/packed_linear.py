@@ -1,0 +1,246 @@
+"""Weight-only linear layer and embedding over a weight in the native CPU kernels' layout (cpu_pack.py), of any kind.
+
+    packed_linear      y[..., N] = x[..., K] @ w[N, K]^T + bias[N]
+    packed_embedding   rows[..., K] = w[ids[...]]
+
+The pack is the only copy of the weight that a module holds. It has the same values as in int8_linear and int4_linear,
+as CODEBOOKS[codes][u] * scale, or as in gguf_values.py: the reference unpacks it and decodes as they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from accelpatch.device import Device
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.arguments import require, say
+from accelpatch.kernels.codebooks import CODEBOOKS
+from accelpatch.kernels.cpu import linear as cpu_linear
+from accelpatch.kernels.cpu import native_library
+from accelpatch.kernels.cpu.native_library import DENSE, INT8
+from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.kernels.operation import operation
+from accelpatch.kernels.ops.linear import codebook_linear, common, float_linear, gguf_values, int4_linear, int8_linear
+from accelpatch.kernels.ops.linear.packed_cases import cases, embedding_cases
+from accelpatch.kernels.spec import Blocks, Implementation, Kernel, Spec
+
+#: code path -> rows of x from which dequantising is faster (VNNI's integer GEMM stays faster for longer)
+PANELS = {"avx512": 64, "avx2": 16, "portable": 16}
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+Decoder = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def _decoder(pack: Pack) -> tuple[Decoder, tuple[Tensor | None, ...]]:
+    """A function (dtype, *tensors, bias) -> (weight[N, K] in `dtype`, bias), and the tensors, each with a row a row."""
+    decode: Decoder
+    unpacked = pack.unpack()
+    if pack.kind == DENSE:
+        decode, tensors = float_linear.dense, (unpacked,)
+    elif pack.form is not None:
+        decode, tensors = partial(_by_blocks, pack.form), (unpacked,)
+    elif pack.codes:
+        decode, tensors = partial(_by_codebook, pack.codes), unpacked[:2]
+    else:
+        decode, tensors = (int8_linear.dense, unpacked[:2]) if pack.kind == INT8 else (int4_linear.dense, unpacked)
+    return decode if pack.order is None else partial(_in_order, decode, pack.order), tensors
+
+
+def _by_codebook(
+    codes: str, dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    return codebook_linear.dense(dtype, q, scale, codes, bias)
+
+
+def _by_blocks(
+    form: str, dtype: torch.dtype, blocks: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    weight = gguf_values.dequantize_rows(blocks, form, torch.promote_types(dtype, torch.float32))
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _in_order(decode: Decoder, order: Tensor, dtype: torch.dtype, *weight: Any) -> tuple[Tensor, Tensor | None]:
+    """The columns as they multiply x."""
+    packed, bias = decode(dtype, *weight)
+    return torch.empty_like(packed).index_copy_(1, order.long(), packed), bias
+
+
+def dense(dtype: torch.dtype, *packed: Any) -> tuple[Tensor, Tensor | None]:
+    """The pack's weight as floats in `dtype`, and the bias."""
+    *weight, bias = packed
+    decode, tensors = _decoder(Pack(*weight))
+    return decode(dtype, *tensors, bias)
+
+
+def blocks(*packed: Any) -> Blocks:
+    """The weight and the bias in float64, in blocks of rows."""
+    *weight, bias = packed
+    decode, tensors = _decoder(Pack(*weight))
+    return common.float64_blocks(decode, *tensors, bias)
+
+
+def reference(x: Tensor, *packed: Any) -> Tensor:
+    """Dequantise the whole weight to x's dtype, then torch's own linear layer."""
+    return functional.linear(x, *dense(x.dtype, *packed))
+
+
+def embedding_reference(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
+    """Dequantise the rows in use to a table of their own, then torch's own embedding."""
+    decode, tensors = _decoder(Pack(*packed))
+    used, places = torch.unique(ids, return_inverse=True)
+    rows, _ = decode(dtype, *(None if one is None else one[used] for one in tensors))
+    return functional.embedding(places, rows)
+
+
+def spec(x: Tensor, *packed: Any) -> Spec:
+    """The Spec of a call, for dispatch. Raises KernelError where x does not fit the pack."""
+    pack, op = Pack.of_arguments(*packed), "packed_linear"
+    require(x.dim() >= 1 and x.shape[-1] == pack.k, op, f"x is [..., {pack.k}], not {say(x)}")
+    require(
+        pack.data.nbytes == pack.due, op, f"the pack has {pack.data.nbytes} bytes, this shape {pack.due}: pack it anew"
+    )
+    require(x.is_floating_point() and x.device == pack.data.device, op, f"x is float on the CPU, not {say(x)}")
+    return of_shape(pack.n, pack.k, x.dtype, pack.group, pack.offset, m=x.numel() // pack.k)
+
+
+def of_shape(
+    n: int, k: int, dtype: torch.dtype, group: int, offset: str, *, m: int = 1, op: str = "packed_linear"
+) -> Spec:
+    """The Spec of a pack of this size, for planning before there is one. offset: of its kinds, or a codebook's name."""
+    return Spec(op, {"M": m, "N": n, "K": k}, dtype, torch.float32, group, offset)
+
+
+def embedding_spec(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Spec:
+    """The Spec of a call, for dispatch. Raises KernelError for ids that are not integers."""
+    pack, op = Pack(*packed), "packed_embedding"
+    require(ids.dtype in (torch.int32, torch.int64), op, f"ids are int32 or int64, not {ids.dtype}")
+    return of_shape(pack.n, pack.k, dtype, pack.group, pack.offset, m=ids.numel(), op=op)
+
+
+def _why_not(spec: Spec, device: Device) -> str | None:
+    if spec.dtype not in NARROW:
+        return f"it computes in float32 and narrower, not in {spec.dtype}"
+    assert spec.group_size is not None
+    codes = spec.offset if spec.offset in CODEBOOKS else ""
+    offset = "none" if codes else spec.offset
+    reason = Pack.why_not(spec.sizes["N"], spec.sizes["K"], spec.group_size, offset, codes=codes)
+    return reason or native_library.why_not(device)
+
+
+def _cpu(x: Tensor, *packed: Any) -> Tensor:
+    pack = Pack.of_arguments(*packed)
+    many = x.numel() // pack.k >= PANELS.get(native_library.isa(), PANELS["portable"])
+    return (cpu_linear.by_panels if many else cpu_linear.linear)(x, pack)
+
+
+def _torch(x: Tensor, *packed: Any) -> Tensor:
+    *weight, bias = packed
+    pack = Pack(*weight)
+    decode, tensors = _decoder(pack)
+
+    def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        return decode(dtype, *(None if one is None else one[start:stop] for one in tensors))[0]
+
+    return common.by_row_blocks(x, pack.n, pack.k, rows, bias)
+
+
+def _torch_embedding(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
+    pack = Pack(*packed)
+    decode, tensors = _decoder(pack)
+    # index_select, as nn.Embedding does: an id out of range, a negative one too, raises IndexError
+    used = (None if one is None else one.index_select(0, ids.reshape(-1)) for one in tensors)
+    return decode(dtype, *used)[0].view(*ids.shape, pack.k)
+
+
+def _torch_why_not(spec: Spec, device: Device) -> str | None:
+    return None if device.kind == "cpu" else f"a pack is the CPU's layout, and this is {device.name}"
+
+
+def _cpu_embedding(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
+    pack = Pack(*packed)
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < pack.n:
+        raise IndexError(f"an id is out of range: the table has {pack.n} rows")
+    return cpu_linear.gather(pack, ids).to(dtype)
+
+
+@operation("packed_linear")
+def packed_linear(
+    x: Tensor,
+    data: Tensor,
+    kind: int,
+    n: int,
+    k: int,
+    group: int,
+    half_scales: bool,
+    offset: str,
+    codes: str,
+    order: Tensor | None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """y[..., N] = x[..., K] @ w^T + bias in x's dtype, contiguous. Between x and bias lie the `arguments` of a Pack.
+
+    Raises KernelError for an x that does not fit, and where the native library is not available.
+    """
+    args = (x, data, kind, n, k, group, half_scales, offset, codes, order, bias)
+    y: Tensor = dispatch.run("packed_linear", spec, x.device, args)
+    return y
+
+
+@packed_linear.register_fake
+def _fake(
+    x: Tensor,
+    data: Tensor,
+    kind: int,
+    n: int,
+    k: int,
+    group: int,
+    half_scales: bool,
+    offset: str,
+    codes: str,
+    order: Tensor | None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], n))
+
+
+@operation("packed_embedding")
+def packed_embedding(
+    ids: Tensor, dtype: torch.dtype, data: Tensor, kind: int, n: int, k: int, group: int, half_scales: bool,
+    offset: str, codes: str, order: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """rows[..., K] of the table in `dtype`. After dtype come the `arguments` of a Pack.
+
+    ids[...] int32 or int64 in 0..N-1, else IndexError.
+    """
+    args = (ids, dtype, data, kind, n, k, group, half_scales, offset, codes, order)
+    y: Tensor = dispatch.run("packed_embedding", embedding_spec, data.device, args)
+    return y
+
+
+@packed_embedding.register_fake
+def _fake_embedding(
+    ids: Tensor, dtype: torch.dtype, data: Tensor, kind: int, n: int, k: int, group: int, half_scales: bool,
+    offset: str, codes: str, order: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return data.new_empty((*ids.shape, k), dtype=dtype)
+
+
+LINEAR = {
+    "cpu": Implementation(_cpu, _why_not),
+    "torch": Implementation(_torch, _torch_why_not),
+}
+EMBEDDING = {
+    "cpu": Implementation(_cpu_embedding, _why_not),
+    "torch": Implementation(_torch_embedding, _torch_why_not),
+}
+KERNELS = {
+    "packed_linear": Kernel(packed_linear, reference, spec, LINEAR, cases, blocks),
+    "packed_embedding": Kernel(packed_embedding, embedding_reference, embedding_spec, EMBEDDING, embedding_cases),
+}

@@ -1,0 +1,1 @@
+"""Norms, and what is computed with them in one launch."""
