@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import accelpatch
 from accelpatch.quant import int4, int8
+from accelpatch.quant.formats import dequantize
 from accelpatch.recipe import recipe
 from scripts.compare_cpu import resident_bytes
 from tests.support.fidelity import (
@@ -113,9 +114,9 @@ def test_simulation_rounds_a_copy(format: Format) -> None:
     weight, found = before["model.layers.1.mlp.down_proj.weight"], copied.model.layers[1].mlp.down_proj.weight
     size = next(size for size in format.group_size if size is None or weight.shape[1] % size == 0)
     if format.bits == 8:
-        due = int8.dequantize(int8.quantize(weight, group_size=size))
+        due = dequantize(int8.quantize(weight, group_size=size))
     else:
-        due = int4.dequantize(int4.quantize(weight, group_size=size, symmetric=format.symmetric))
+        due = dequantize(int4.quantize(weight, group_size=size, symmetric=format.symmetric))
     assert torch.equal(found, due)
     assert not torch.equal(found, weight)
 
@@ -163,7 +164,7 @@ def test_noise_hides_the_grid(embedded: SimpleNamespace) -> None:
     weight = embedded.raw.model.layers[3].mlp.down_proj.weight.data
     moved = embedded.model.model.layers[3].mlp.down_proj.weight.data
     found, lost = (
-        float((int4.dequantize(int4.quantize(value, group_size=BLOCK)) - value).norm() / value.norm())
+        float((dequantize(int4.quantize(value, group_size=BLOCK)) - value).norm() / value.norm())
         for value in (weight, moved)
     )
     assert found < 1e-3 < 0.05 < lost

@@ -30,7 +30,8 @@ from accelpatch.errors import KernelError, LoadError, SaveError
 from accelpatch.models import checkpoint
 from accelpatch.models.catalog import resolve
 from accelpatch.models.load import from_config
-from accelpatch.quant import QuantizedWeight, fp8, int4, int8, packing
+from accelpatch.quant import packing
+from accelpatch.quant.formats import dequantize, weight_of
 
 PARTS = ("q", "scale", "offset", "order", "input_scale")
 #: of a layer in any of the formats; headers reserve room for these names
@@ -228,10 +229,7 @@ def _parts(path: str, saved: Saved, tensor: Read) -> dict[str, Any]:
 
 def _float(kind: str, parts: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
     """The float weight of a quantised one."""
-    form = {"int4": int4, "int8": int8, "w8a8": int8}.get(kind, fp8)
-    full = form.dequantize(QuantizedWeight(parts["q"], parts["scale"], parts.get("offset")), dtype)
-    order = parts.get("order")
-    return full if order is None else full[:, order.long().argsort()].contiguous()
+    return dequantize(weight_of(kind, parts), dtype)
 
 
 def _copy(folder: Path, made: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.quant import packing
-from accelpatch.quant.weight import QuantizedWeight
+from accelpatch.quant.formats import weight_of
 
 BITS = {"int4": 4, "int8": 8}  # of kinds without quantised activations, in integers
 KINDS = {
@@ -128,12 +128,8 @@ def _holder(kind: str) -> str:
 
 
 def _coded(parts: Parts, group: Group) -> packing.Coded:
-    q, scale = parts["q"], parts["scale"]
-    assert q is not None
-    assert scale is not None
-    bits = BITS[group.kind]
-    size = q.shape[1] * 8 // bits if group.group_size == ROWS else group.group_size
-    return packing.coded(QuantizedWeight(q, scale, parts.get("offset")), bits, parts.get("order"), size)
+    weight = weight_of(group.kind, parts)
+    return packing.coded(weight, None if group.group_size == ROWS else group.group_size)
 
 
 def _gptq_config(groups: Sequence[Group], kept: Sequence[str], heads: Sequence[str]) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from accelpatch.errors import LoadError
 from accelpatch.models import checkpoint, unread
 from accelpatch.models.catalog import resolve
 from accelpatch.quant import bitsandbytes_formats, packed_formats
-from accelpatch.quant.weight import AnyWeight
 from accelpatch.recipe import recipe as recipes
 
 SMOOTHQUANT_OPT = "smoothquant-opt"  # the name of its recipe too
@@ -40,7 +39,7 @@ class Packed:
     """
 
     parts: tuple[str, ...]
-    weight: Callable[[Mapping[str, Any], Mapping[str, Any], int, int], AnyWeight]
+    weight: Callable[[Mapping[str, Any], Mapping[str, Any], int, int], Any]
     marks: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -28,8 +28,7 @@ from accelpatch.checkpoints.saved import Saved, Stored, bytes_of
 from accelpatch.errors import KernelError, LoadError
 from accelpatch.models import gguf_rotary
 from accelpatch.models.gguf_header import TYPES, Header, read_header
-from accelpatch.modules.quantized_module import Held
-from accelpatch.quant.blocks import FORMS, BlockWeight, canonical, not_finite
+from accelpatch.quant.blocks import FORMS, GgufBlocks, canonical, not_finite
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ONE_LEVEL = {"Q8_0": "int8_weight_only", "Q4_0": "int4_weight_only", "Q4_1": "int4_weight_only"}
@@ -195,7 +194,7 @@ def _model_name(path: Path, placed: Placed, tied: bool) -> str:
     return f"{'lm_head' if embedding and tied else where}.{part}{placed.form}"
 
 
-def weight(tensors: Mapping[str, Tensor | None], _: Mapping[str, Any], n: int, k: int) -> Held:
+def weight(tensors: Mapping[str, Tensor | None], _: Mapping[str, Any], n: int, k: int) -> Any:
     """The quantised weight [n, k] of a site, from the one of its parts that is there."""
     part, q = next((part, q) for part, q in tensors.items() if q is not None)
     form = part.removeprefix(AS_BLOCKS)
@@ -203,7 +202,7 @@ def weight(tensors: Mapping[str, Tensor | None], _: Mapping[str, Any], n: int, k
     if k % FORMS[form].values or list(q.shape) != [n, due]:
         shape = [len(q), q.shape[1] // FORMS[form].bytes * FORMS[form].values]
         raise KernelError(f"weight is {shape}, and {[n, k]} belongs here: the file's tensors and metadata disagree")
-    return canonical(q, form) if part in ONE_LEVEL else BlockWeight(q)
+    return canonical(q, form) if part in ONE_LEVEL else GgufBlocks(q, form)
 
 
 GGUF = Packed((*FORMS, *(f"{AS_BLOCKS}{form}" for form in ("Q4_0", "Q4_1"))), weight)

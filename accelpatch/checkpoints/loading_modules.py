@@ -15,7 +15,7 @@ from accelpatch.errors import KernelError, LibraryError, LoadError, PatchError
 from accelpatch.patching.apply import Built, built
 from accelpatch.patching.entry import Entry
 from accelpatch.patching.plan import Plan
-from accelpatch.quant.weight import PARTS, weight_of
+from accelpatch.quant.weight import PARTS
 
 
 def as_saved(plan: Plan, saved: Saved) -> Plan:
@@ -108,7 +108,10 @@ def from_parts(
         empty = torch.empty(0, dtype=getattr(torch, member.dtype), device=device)
         member.original._parameters["weight"] = nn.Parameter(empty)
     try:
-        return built(entry, weight_of(held) if layout is None else layout[0].weight(held, layout[1], site.n, site.k))
+        if layout is None:
+            assert entry.choice is not None
+            return built(entry, entry.replacer.weight(entry.choice, held))
+        return built(entry, layout[0].weight(held, layout[1], site.n, site.k))
     except KernelError as error:
         raise LoadError(f"{_file_of(site.path, names, saved)}: {site.path}.{error}") from error
     except PatchError as error:

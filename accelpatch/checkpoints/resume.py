@@ -18,7 +18,6 @@ from accelpatch.errors import SaveError
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.patching.apply import Built, built
 from accelpatch.patching.entry import Entry
-from accelpatch.quant.weight import AnyWeight, weight_of
 
 MADE_OF = "made_of"
 
@@ -43,13 +42,15 @@ class Store:
         file = self._folder / f"{entry.site.path}.safetensors"
         made_of = _digest(entry, weight)
         held = _read(file, made_of)
-        made = _measured(built(entry, held), weight)
+        assert entry.replacer is not None
+        assert entry.choice is not None
+        made = _measured(built(entry, held and entry.replacer.weight(entry.choice, held)), weight)
         if held is None and isinstance(made.new, QuantizedModule):
             self._keep(file, made.new.canonical(), made_of)
         return made
 
-    def _keep(self, file: Path, weight: AnyWeight, made_of: str) -> None:
-        parts = {name: one.detach().cpu().contiguous() for name, one in weight._asdict().items() if one is not None}
+    def _keep(self, file: Path, weight: Any, made_of: str) -> None:
+        parts = {name: one.detach().cpu().contiguous() for name, one in weight.tensors().items()}
         partial = file.with_suffix(".partial")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,7 @@ def _digest(entry: Entry, weight: Tensor) -> str:
     return hashlib.sha256(facts.encode() + bytes_of(weight.cpu())).hexdigest()
 
 
-def _read(file: Path, made_of: str) -> AnyWeight | None:
+def _read(file: Path, made_of: str) -> dict[str, Any] | None:
     try:
         with safe_open(file, framework="pt") as opened:
             facts = opened.metadata() or {}
@@ -87,4 +88,4 @@ def _read(file: Path, made_of: str) -> AnyWeight | None:
                 return None
     except (OSError, SafetensorError):
         return None
-    return weight_of(found)
+    return found

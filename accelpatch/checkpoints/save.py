@@ -130,8 +130,7 @@ def write_weights(
     with Shards(folder, names, most) as shards:
         for path, module, name in found:
             if module is not None:
-                parts = module.canonical()._asdict().items()
-                given = {f"{path}.{part}": tensor for part, tensor in parts if tensor is not None}
+                given = {f"{path}.{part}": tensor for part, tensor in module.canonical().tensors().items()}
                 shards.add(given, (path, replacers[str(vars(module)[PATH])]))
             else:
                 shards.add({name: _float(model, name)})

@@ -23,7 +23,7 @@ from accelpatch.models.family import (
 )
 from accelpatch.modules.experts import implementation_why_not
 from accelpatch.modules.gated_mlp import GatedMLP
-from accelpatch.modules.weight_only import renormalises
+from accelpatch.modules.quantized_linear import renormalises
 
 QKV = (("qkv_proj",), ("q_proj", "k_proj", "v_proj"))
 INNER = (("gate_up_proj",), ("gate_proj", "up_proj"), ("fc1",))

@@ -17,12 +17,13 @@ from accelpatch.fusion.spread import OFFLOADED, is_offloaded, offloaded_inside
 from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, NormWeight, StepShape
 from accelpatch.kernels.cpu.native_library import ACTIVATIONS
 from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.kernels.layouts.pack_tensors import in_one_block
 from accelpatch.models.family import DecoderForm
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
-from accelpatch.modules.quantized_module import QuantizedModule, packed_modules, take_over
+from accelpatch.modules.quantized_linear import renormalises
+from accelpatch.modules.quantized_module import QuantizedModule, quantised_in, take_over
 from accelpatch.modules.replacement import unchanged
-from accelpatch.modules.weight_only import renormalises
 
 NONE: Mapping[int, str] = {}
 ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
@@ -179,12 +180,12 @@ def packed(module: Any) -> Pack:
     if is_offloaded(module):
         raise CannotFuse(f"{type(module).__name__}: {OFFLOADED}")
     if isinstance(module, QuantizedModule):
-        if module.like.dtype != torch.float32 or module.held.pack is None:
+        if module.like.dtype != torch.float32 or not isinstance(module.layout, Pack):
             raise CannotFuse(f"{type(module).__name__} is in {module.like.dtype} or not packed for the CPU")
         if reason := renormalises(module):
             raise CannotFuse(reason)
         bias: Any = getattr(module, "bias", None)
-        return replace(module.held.pack, bias=None if bias is None else bias.detach().float())
+        return replace(module.layout, bias=None if bias is None else bias.detach().float())
     if reason := layer_facts.plain_why_not(module):
         raise CannotFuse(reason)
     if module.weight.is_meta:
@@ -195,7 +196,6 @@ def packed(module: Any) -> Pack:
 def gather_packs(model: nn.Module) -> None:
     """Move all packs into one block of memory in reading order, so that a step reads one stream."""
     take_over(model)
-    modules = [module for module in packed_modules(model) if not is_offloaded(module)]
-    packs = [module.pack for module in modules if module.pack is not None]
-    for module, pack in zip(modules, Pack.in_one_block(packs), strict=True):
-        module.pack = pack
+    modules = [one for one in quantised_in(model) if isinstance(one.layout, Pack) and not is_offloaded(one)]
+    for module, pack in zip(modules, in_one_block([module.layout for module in modules]), strict=True):
+        module.layout = pack

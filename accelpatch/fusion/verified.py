@@ -30,8 +30,6 @@ from accelpatch.fusion.spread import computes_on
 from accelpatch.fusion.static_call import PromptCall, StepCall
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.models.family import family_of_layer
-from accelpatch.modules.fp8_linear import Fp8Linear
-from accelpatch.modules.w8a8_linear import W8A8Linear
 from accelpatch.patching.capture import Call, copied, floats
 from accelpatch.patching.extent import Extent
 from accelpatch.patching.stages import Captured
@@ -96,7 +94,7 @@ def layer_errors(
 
 def bound_of(layer: Any, dtype: torch.dtype) -> float:
     """The units that a layer may be away from its modules, where it amplifies no roundings."""
-    codes = any(isinstance(module, (W8A8Linear, Fp8Linear)) for module in layer.modules())
+    codes = any(getattr(getattr(module, "layout", None), "whole_rows", False) for module in layer.modules())
     return BOUND * max(1.0, UNITS[torch.bfloat16] / UNITS[dtype]) if codes else float(BOUND)
 
 

@@ -51,7 +51,6 @@ TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "rmsnorm_add": ("norm.rmsnorm", ("triton", "torch")),
     "rmsnorm_rows": ("norm.rmsnorm_rows", ("triton", "operations")),
     "gated_rows": ("activation.gated_rows", ("triton", "operations")),
-    "codebook_linear": ("linear.codebook_linear", ("torch",)),
     "reorder": ("linear.reorder", ("triton", "operations")),
     "layernorm_q": ("norm.layernorm_q", ("triton", "torch")),
     "int8_attention": ("attention.int8_attention", ("triton", "torch")),

@@ -11,8 +11,9 @@ from torch.nn import functional
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
-from accelpatch.kernels.ops.linear.compact_linear import compact_linear, unpacked
-from accelpatch.kernels.ops.linear.float_linear import float_linear
+from accelpatch.kernels.layouts.row_major import Plain
+from accelpatch.kernels.ops.linear.by_layout import linear
+from accelpatch.kernels.ops.linear.compact_linear import unpacked
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.packed_weight import PackedWeight
 
@@ -48,6 +49,15 @@ class CompactLinear(PackedWeight):
             else:
                 self.__dict__["made"] = None
                 del self._parameters["weight"]
+
+    @property
+    def layout(self) -> CompactTiles | Plain:
+        """The weight as it lies in memory."""
+        return Plain(self.weight) if self.tiles is None else self.tiles
+
+    @layout.setter
+    def layout(self, value: CompactTiles) -> None:
+        self.tiles = value
 
     @property
     def is_packed(self) -> bool:
@@ -86,7 +96,7 @@ class CompactLinear(PackedWeight):
         share interleaved tiles."""
         if self.tiles is None:
             return self.dequantized().nbytes
-        return sum(table.nbytes for table in self.tiles[:3]) * self.tiles.n // self.tiles.rows
+        return self.tiles.nbytes * self.tiles.n // self.tiles.rows
 
     def unpack(self) -> None:
         """Unpack the weight into a parameter, because a neighbour to be concatenated with has no tiles."""
@@ -101,9 +111,7 @@ class CompactLinear(PackedWeight):
         x = autocast(x)
         if x.dtype != self.like.dtype:  # torch casts the weight too
             return functional.linear(x, self.dequantized(), self.bias)
-        if self.tiles is None:
-            return float_linear(x, self.weight, self.bias)
-        return compact_linear(x, *self.tiles, self.bias)
+        return linear(x, self.layout, self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move with the model. A cast to another dtype rounds the weight as it would a parameter."""
@@ -116,8 +124,7 @@ class CompactLinear(PackedWeight):
         super()._apply(fn, recurse)
         if self.tiles is not None and self.tiles.w.device != self.like.device:
             own = self.tiles.alone()  # interleaved tiles would be copied for each of the two modules
-            w, scale, outliers = (table.to(self.like.device) for table in own[:3])
-            self.tiles = own._replace(w=w, scale=scale, outliers=outliers)
+            self.tiles = own.replace(**{name: one.to(self.like.device) for name, one in own.tables.items()})
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -7,19 +7,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from accelpatch.kernels.ops.activation.gated_activation import gated_activation
-from accelpatch.kernels.ops.linear.by_layout import LINEARS
+from accelpatch.kernels.ops.linear.by_layout import linear
 from accelpatch.modules.replacement import Replacement, intact, is_observed
 
 
 def side_by_side(gate: Any, up: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """(gate(x), up(x)); in one GEMM where their weights share interleaved tiles and no hook observes either module."""
-    tiles, others = (vars(module).get("tiles") for module in (gate, up))
-    one = tiles is not None and others is not None and tiles.w is others.w and gate.bias is None and up.bias is None
-    if not one or is_observed(gate, up):
+    tiles: Any
+    tiles, others = (getattr(module, "layout", None) for module in (gate, up))
+    tiled = tiles is not None and others is not None and tiles.tiled and tiles.w is others.w
+    if not tiled or gate.bias is not None or up.bias is not None or is_observed(gate, up):
         return gate(x), up(x)
-    order = getattr(gate, "order", None)  # up's too: weights of other orders share no tiles
-    x = x if order is None else x.index_select(-1, order)
-    both: Tensor = LINEARS[type(tiles)].operation(x, *tiles._replace(n=2 * tiles.n, part="both").arguments(), None)
+    both = linear(x, tiles.replace(n=2 * tiles.n, part="both"), None)
     return both[..., : tiles.n], both[..., tiles.n :]
 
 

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.hip.binding import prefetchable
+from accelpatch.kernels.layouts.row_major import Plain
 from accelpatch.kernels.ops.linear.float_linear import float_linear
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.replacement import Replacement
@@ -23,6 +24,11 @@ class GemvLinear(Replacement):
     weight: Tensor
     bias: Tensor | None
 
+    @property
+    def layout(self) -> Plain:
+        """The weight as it lies in memory."""
+        return Plain(self.weight)
+
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
         if takes_kernel(x, self.weight):
@@ -35,6 +41,11 @@ class GemvConv1D(Replacement):
 
     weight: Tensor
     bias: Tensor | None
+
+    @property
+    def layout(self) -> Plain:
+        """The weight as it lies in memory, [N, K]."""
+        return Plain(rows_of_(self))
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""

@@ -3,43 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from accelpatch.errors import KernelError, PatchError
-from accelpatch.kernels.layouts import expert_tiles
 from accelpatch.kernels.layouts.expert_pack import ExpertPack
-from accelpatch.kernels.layouts.expert_stack import Stack, from_words, to_words
+from accelpatch.kernels.layouts.expert_stack import Stack
+from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows
 from accelpatch.kernels.ops.experts.experts import experts, tiles_for
 from accelpatch.kernels.ops.experts.packed_experts import packed_experts
 from accelpatch.kernels.ops.experts.routed_experts import routed_experts, why_not_one
 from accelpatch.modules.experts import DOWN, UP, Experts, ExpertsForm, original_of
-from accelpatch.modules.replacement import ON_DEMAND, PATH, adopt, without_casts
+from accelpatch.modules.replacement import ON_DEMAND, PATH, adopt
 from accelpatch.modules.weight_view import WAY, UnpackedWeight, WeightView
-from accelpatch.quant import int4, int8
-from accelpatch.quant.weight import QuantizedWeight
+from accelpatch.quant.formats import dequantize
 
 PARTS = ("q", "scale", "offset", "bias")
 Held = dict[str, Tensor | None]  # canonical tensors of one weight, by PARTS
 
 
 class QuantizedExperts(Experts):
-    """Experts as int8 or 4-bit codes. Held for this device: Stacks in buffers, or ExpertPacks where `packable`.
+    """Experts as int8 or 4-bit codes, in the layouts of this device: Stacks, or ExpertPacks where `packable`.
 
     A Stack of 4-bit codes lies in tiles where the HIP kernels run, or else in words.
 
-    like: an empty tensor with the device and dtype of the replaced weights. bits: 8 or 4. The state dict holds the
-    canonical tensors: gate_up_proj_q[E, N, K] int8 or [E, N, K / 2], ..._scale and ..._offset[E, N, G], ..._bias[E, N],
-    in the operation's order of rows.
+    layouts: of gate_up_proj and of down_proj. like: an empty tensor with the device and dtype of the replaced weights.
+    bits: 8 or 4. The state dict holds the canonical tensors: gate_up_proj_q[E, N, K] int8 or [E, N, K / 2], ..._scale
+    and ..._offset[E, N, G], ..._bias[E, N], in the operation's order of rows.
     """
 
-    own_buffers: tuple[str, ...] = (*(f"{name}_{part}" for name in (UP, DOWN) for part in PARTS), "like")
+    own_buffers: tuple[str, ...] = ("like",)
     like: Tensor
     bits: int
     packable: bool
-    packs: tuple[ExpertPack, ExpertPack] | None
+    layouts: tuple[Any, Any]
     dtypes: tuple[torch.dtype, ...]
     kept: dict[str, torch.dtype]
 
@@ -49,54 +49,44 @@ class QuantizedExperts(Experts):
         assert parameter is not None
         for name in (UP, DOWN, f"{UP}_bias", f"{DOWN}_bias"):
             self._parameters.pop(name, None)
-        for name in self.own_buffers[:-1]:
-            self.register_buffer(name, None, persistent=False)
         self.register_buffer("like", torch.empty(0, dtype=parameter.dtype, device=parameter.device), persistent=False)
-        self.dtypes, self.packs, self.__dict__["trainable"] = (), None, parameter.requires_grad
+        self.dtypes, self.__dict__["trainable"] = (), parameter.requires_grad
         self._lay_out(weights)
 
+    @property
+    def packed(self) -> bool:
+        """Whether the weights lie in the CPU's packs."""
+        return isinstance(self.layouts[0], ExpertPack)
+
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
-        if self.packs is not None:
-            y = packed_experts(x, ids, weights, *self.packs[0], *self.packs[1], *self.gate)
+        up, down = self.layouts
+        if self.packed:
+            y = packed_experts(x, ids, weights, *up, *down, *self.gate)
             return y if residual is None else residual + y
-        return experts(x, ids, weights, *self.stack(UP), *self.stack(DOWN), *self.gate, residual)
+        return experts(x, ids, weights, *up, *down, *self.gate, residual)
 
     def why_not_routed(self, chosen: int, dtype: torch.dtype) -> str | None:
-        if self.packs is not None:
+        if self.packed:
             return "its weights lie in the CPU's packs"
-        return why_not_one(dtype, chosen, *self.stack(UP), *self.stack(DOWN), *self.gate)
+        up, down = self.layouts
+        return why_not_one(dtype, chosen, *up, *down, *self.gate)
 
     def compute_routed(
         self, x: Tensor, norm: tuple[Tensor, float, bool], logits: Tensor, choice: tuple[int, bool, bool],
         residual: Tensor,
     ) -> Tensor:  # fmt: skip
-        return routed_experts(x, *norm, logits, *choice, *self.stack(UP), *self.stack(DOWN), *self.gate, residual)
-
-    def stack(self, name: str) -> Stack:
-        """A weight as the operation takes it."""
-        w, *others = (self._buffers[f"{name}_{part}"] for part in PARTS)
-        assert w is not None
-        return Stack(w, *others)
+        up, down = self.layouts
+        return routed_experts(x, *norm, logits, *choice, *up, *down, *self.gate, residual)
 
     def canonical(self) -> dict[str, Held]:
         """Both weights' canonical tensors, by name and part."""
-        return {name: self._canonical(name, place) for place, name in enumerate((UP, DOWN))}
-
-    def _canonical(self, name: str, place: int) -> Held:
-        stack = None if self.packs is not None else self.stack(name)
-        if stack is not None and not stack.tiled:
-            q = from_words(stack.w, self._width(name)) if self.bits == 4 else stack.w
-            return dict(zip(PARTS, (q, *stack[1:]), strict=True))
-        if stack is not None:
-            held = dict(zip(PARTS, (*expert_tiles.untiled(stack, interleaved=name == UP), stack.bias), strict=True))
-        else:
-            assert self.packs is not None
-            held = dict(zip(PARTS, (*self.packs[place].unpack(), self.packs[place].bias), strict=True))
-        return {part: None if one is None else one.to(self.kept.get(part, one.dtype)) for part, one in held.items()}
-
-    def _width(self, name: str) -> int:
-        """K of a weight."""
-        return self.stack(UP).rows // 2 if name == DOWN else self.stack(DOWN).rows
+        up, down = self.layouts
+        widths = (down.n, up.n // 2)  # K of each
+        made = {}
+        for name, one, k in zip((UP, DOWN), self.layouts, widths, strict=True):
+            held = dict(zip(PARTS, one.canonical(k, interleaved=name == UP), strict=True))
+            made[name] = {part: None if t is None else t.to(self.kept.get(part, t.dtype)) for part, t in held.items()}
+        return made
 
     def _lay_out(self, weights: dict[str, Held]) -> None:
         """Hold canonical weights in the layout for this device; nothing is changed where that fails."""
@@ -105,45 +95,23 @@ class QuantizedExperts(Experts):
             name: {part: None if one is None else one.to(device) for part, one in held.items()}
             for name, held in weights.items()
         }
-        packs = None
+        up, down = moved[UP], moved[DOWN]
         if self.packable and device.type == "cpu":
-            up, down = (ExpertPack.pack(**held, bits=self.bits) for held in moved.values())  # type: ignore[arg-type]
-            packs = (up, down)
-        if self.bits == 4 and packs is None:
-            laid = self._in_tiles(moved) or {
-                name: held | {"q": to_words(held["q"])}  # type: ignore[arg-type]
-                for name, held in moved.items()
-            }
+            kind: Any = partial(ExpertPack.pack, bits=self.bits)
         else:
-            laid = moved
-        self.kept = {part: one.dtype for part, one in moved[UP].items() if one is not None}
-        self.packs = packs
-        for name, held in laid.items():
-            for part in PARTS:
-                self._buffers[f"{name}_{part}"] = None if packs is not None else held[part]
-
-    def _in_tiles(self, weights: dict[str, Held]) -> dict[str, Held] | None:
-        """Canonical weights in tiles, where the HIP kernels take them."""
-        stacks = tiles_for(weights[UP], weights[DOWN], self.form.activation, self.like.dtype, self.like.device)
-        if stacks is None:
-            return None
-        return {name: dict(zip(PARTS, one, strict=True)) for name, one in zip((UP, DOWN), stacks, strict=True)}
+            kind = Stack.of_codes if self.bits == 4 else Stack.of_int8
+        tiles = tiles_for(up, down, self.form.activation, self.like.dtype, device) if self.bits == 4 else None
+        self.layouts = tiles or (kind(**up), kind(**down))
+        self.kept = {part: one.dtype for part, one in up.items() if one is not None}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move with the model. Casts such as `model.half()` change neither codes nor scales."""
-        weights = self.canonical() if self.packs is not None else None
-        kept, dtype = {name: self._buffers[name] for name in self.own_buffers[:-1]}, self.like.dtype
-        on_gpu = self.like.is_cuda
+        dtype, device = self.like.dtype, self.like.device
         super()._apply(fn, recurse)
         if self.like.dtype != dtype:
             self.dtypes = (*self.dtypes, self.like.dtype)
-        without_casts(self, kept)
-        if weights is not None and self.like.device.type != "cpu":
-            self._lay_out(weights)
-        elif weights is None:
-            other = self.bits == 4 and self.like.is_cuda != on_gpu  # in tiles, or no longer
-            if other or (self.packable and self.like.device.type == "cpu"):
-                self._lay_out(self.canonical())
+        if self.like.device != device:
+            self._lay_out(self.canonical())
         return self
 
     def saved_tensors(self) -> dict[str, Tensor]:
@@ -187,14 +155,13 @@ class QuantizedExperts(Experts):
 
     def _floats(self) -> Iterator[tuple[str, Tensor]]:
         for name, held in self.canonical().items():
-            q, scale, offset, bias = (held[part] for part in PARTS)
-            assert q is not None
-            assert scale is not None
-            weight = QuantizedWeight(*(None if one is None else one.flatten(0, 1) for one in (q, scale, offset)))  # type: ignore[arg-type]
-            full = (int4 if self.bits == 4 else int8).dequantize(weight, self.like.dtype)
-            yield name, original_of(self.form, name, full.view(*q.shape[:2], -1))
+            parts = {part: None if one is None else one.flatten(0, 1) for part, one in held.items()}
+            bias, count = parts.pop("bias"), len(held["q"])  # type: ignore[arg-type]
+            rows = (Int4Rows if self.bits == 4 else Int8Rows).of(parts)
+            full = dequantize(rows, self.like.dtype).view(count, -1, rows.k)
+            yield name, original_of(self.form, name, full)
             if bias is not None:
-                yield f"{name}_bias", original_of(self.form, name, bias.to(self.like.dtype))
+                yield f"{name}_bias", original_of(self.form, name, bias.view(count, -1).to(self.like.dtype))
 
     def __getattr__(self, name: str) -> Any:
         """The float weights in the original's shape and dtype, unpacked when they are read; they cannot be written."""

@@ -1,8 +1,7 @@
 """A module's quantised weight: its layout on each device, its float form, moves, loading, and restoring the original.
 
-The weight is held as the canonical `q`, `scale` and `offset` (see quant/), or with the same numbers in the layout that
-the device's kernels read: a `Pack` on a CPU, 4-bit `Tiles` on a GPU. Reading `weight` gives floats in the original's
-dtype and shape; floats written there are quantised again.
+The weight is one `layout` (kernels/layouts/): the canonical rows, or the same numbers as the device's kernels read
+them. Reading `weight` gives floats in the original's dtype and shape; floats written there are quantised again.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.layouts.cpu_pack import Pack
-from accelpatch.kernels.layouts.int4_tiles import Tiles
+from accelpatch.kernels.layouts.row_major import RowMajor
+from accelpatch.kernels.ops.linear.by_layout import laid_out
 from accelpatch.modules.packed_weight import PackedWeight
-from accelpatch.modules.replacement import ROLE, STORED, without_casts
-from accelpatch.quant.weight import AnyWeight, OrderedWeight, QuantizedWeight
+from accelpatch.modules.replacement import ROLE, STORED
+from accelpatch.quant.formats import dequantize, quantize_as
+from accelpatch.quant.weight import PARTS
 
-CANONICAL = ("q", "scale", "offset")
-Held = AnyWeight
 NOT_WRITTEN = "and its original could not take another: load the float model to change weights"
 OF_PEFT = "base_model.model."  # prefix of names in a PeftModel's state dict
 
@@ -29,51 +27,38 @@ OF_PEFT = "base_model.model."  # prefix of names in a PeftModel's state dict
 class QuantizedModule(PackedWeight):
     """Base of the quantised modules: the weight, its float form, and moves between devices and dtypes.
 
-    q[N, K] (or packed nibbles), scale[N, G], offset[N, G] or None; all None while `pack` (CPU) or `tiles` (GPU) holds
-    the weight. order[K] int32: the input of each column, or None where they are in order. like: an empty tensor with
-    the device and dtype of the replaced weight; it follows `model.to(...)` while `scale` keeps its precision. source:
-    the tied module that owns the weight, or None. inherited: such a module owned the weight once. written: the weight
-    has been written since the patch. dtypes: the dtypes that the model was cast to since the patch.
+    layout: the weight[N, K] as it lies on this device; of a tied module that of its `source`, which owns the weight.
+    packable: whether native CPU kernels were planned. like: an empty tensor with the device and dtype of the replaced
+    weight; it follows `model.to(...)` while scales keep their precision. inherited: such a source owned the weight
+    once. written: the weight has been written since the patch. dtypes: those that the model was cast to since.
     """
 
-    own_buffers: tuple[str, ...] = (*CANONICAL, "order", "like")
-    #: names of the weight's tensors; those behind the first three stay beside any layout
-    canonical_names: tuple[str, ...] = CANONICAL
+    own_buffers: tuple[str, ...] = ("like",)
     takes_order = False  # whether columns may be in another order than the inputs
 
-    q: Tensor | None
-    scale: Tensor | None
-    offset: Tensor | None
-    order: Tensor | None
     like: Tensor
     packable: bool
-    pack: Pack | None
-    tiles: Tiles | None
+    own_layout: Any
     source: QuantizedModule | None
     inherited = False
-    scale_dtype: torch.dtype | None
-    offset_dtype: torch.dtype | None
     written: bool
     dtypes: tuple[torch.dtype, ...]
 
-    def hold(self, weight: Held | QuantizedModule, original: nn.Module, packable: bool) -> None:
+    def hold(self, weight: RowMajor | QuantizedModule, original: nn.Module, packable: bool) -> None:
         """Replace the original's float parameter by `weight`, or share the weight of another module. Raises KernelError
-        for an order of columns that this module does not take."""
-        order = weight.order if isinstance(weight, (QuantizedModule, OrderedWeight)) else None
+        for what the device's layout cannot hold, and for an order of columns that this module does not take."""
+        order = weight.order if isinstance(weight, RowMajor) else weight.layout.order
         if order is not None and not self.takes_order:
             raise KernelError("order does not belong to this kind of weight: write the checkpoint again")
         parameter = self._parameters.pop("weight")
         assert parameter is not None
-        shared = isinstance(weight, QuantizedModule)
         self.transposed = type(original).__name__ == "Conv1D"
-        self.packable, self.pack, self.tiles = packable, None, None
-        self.__dict__["source"] = weight if shared else None  # not as a child: it is in the module tree already
-        self.canonical_names = weight.canonical_names if isinstance(weight, QuantizedModule) else weight._fields
-        for name in dict.fromkeys((*self.canonical_names, "order")):
-            self.register_buffer(name, None)
+        self.packable, self.own_layout = packable, None
+        # not as a child: it is in the module tree already
+        self.__dict__["source"] = weight if isinstance(weight, QuantizedModule) else None
         self.register_buffer("like", torch.empty(0, dtype=parameter.dtype, device=parameter.device), persistent=False)
         self.trainable, self.written, self.dtypes = parameter.requires_grad, False, ()
-        if not isinstance(weight, QuantizedModule):
+        if isinstance(weight, RowMajor):
             self._lay_out(weight)
 
     @property
@@ -81,31 +66,21 @@ class QuantizedModule(PackedWeight):
         """The module that owns the weight: this one, or the one that it is tied to."""
         return self if self.source is None else self.source
 
+    @property
+    def layout(self) -> Any:
+        """The weight as it lies in memory, a Layout."""
+        return self.own_layout if self.source is None else self.source.own_layout
+
+    @layout.setter
+    def layout(self, value: Any) -> None:
+        self.held.own_layout = value
+
     def canonical(self) -> Any:
-        """The weight as q, scale and offset, converted from the device's layout where needed."""
-        order = self.held.order
-        return QuantizedWeight(*self._canonical()) if order is None else OrderedWeight(*self._canonical(), order)
+        """The weight in its canonical layout, a RowMajor."""
+        return self.layout.canonical()
 
-    def _canonical(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        holder = self.held
-        if holder.tiles is not None:
-            q, scale, offset = holder.tiles.unpack()
-        elif holder.pack is not None:
-            q, scale, offset = holder.pack.unpack()
-        else:
-            assert holder.q is not None
-            assert holder.scale is not None
-            return holder.q, holder.scale, holder.offset
-        offset = None if offset is None else offset.to(holder.offset_dtype)
-        return q, scale.to(holder.scale_dtype), offset
-
-    def sizes(self, held: Any) -> list[int]:
-        """[N, K] of a quantised weight."""
-        return list(held.q.shape)
-
-    def quantized_like(self, weight: Tensor, held: Any) -> Held:
-        """Quantise a float weight [N, K] to the format and group size of `held`."""
-        raise NotImplementedError
+    def dequantized(self) -> Tensor:
+        return dequantize(self.layout, self.like.dtype)
 
     def repack(self, weight: Tensor) -> None:
         """Quantise a new float weight [N, K]; a tied module writes into the one that owns the weight."""
@@ -113,84 +88,57 @@ class QuantizedModule(PackedWeight):
             self.source.repack(weight)
             return
         held = self.canonical()
-        if list(weight.shape) != self.sizes(held):
-            raise KernelError(f"the weight is {list(weight.shape)} [N, K], and {self.sizes(held)} is packed here")
-        self._take(self.quantized_like(weight.to(self.like.device), held))
+        if list(weight.shape) != [held.n, held.k]:
+            raise KernelError(f"the weight is {list(weight.shape)} [N, K], and {[held.n, held.k]} is packed here")
+        self._take(self._quantized_like(weight.to(self.like.device), held))
 
-    def _pack(self, weight: Any) -> Pack:
-        raise NotImplementedError
+    def _quantized_like(self, weight: Tensor, held: Any) -> RowMajor:
+        return quantize_as(weight, held)
 
-    def _tile(self, weight: Any) -> Tiles | None:
-        """The weight in a GPU layout where the module is on a GPU whose kernels need one; else None."""
-        return None
-
-    def _settle(self) -> None:
-        """Convert the weight to the layout for the device that the module is on."""
-        if self.source is not None:
-            return
-        packs = self.packable and self.like.device.type == "cpu"
-        right = self.pack is not None if packs else self.pack is None
-        if self.tiles is not None and self.tiles.w.device != self.like.device:
-            right = False
-        if not right or (self.pack is None and self.tiles is None):
-            self._lay_out(self.canonical())
-
-    def _lay_out(self, weight: Held) -> None:
+    def _lay_out(self, weight: RowMajor) -> None:
         """Hold a weight in the layout for this device; nothing is changed where that fails."""
         device = self.like.device
-        weight = type(weight)(*(None if tensor is None else tensor.to(device) for tensor in weight))  # type: ignore[arg-type]
-        packs = self.packable and device.type == "cpu"
-        pack, tiles = (self._pack(weight), None) if packs else (None, self._tile(weight))
-        self.pack, self.tiles = pack, tiles
-        self.scale_dtype = None if weight.scale is None else weight.scale.dtype
-        self.offset_dtype = None if weight.offset is None else weight.offset.dtype
-        for name, tensor in zip(self.canonical_names, weight, strict=True):
-            packed = name in CANONICAL and (pack is not None or tiles is not None)
-            self._buffers[name] = None if packed else tensor
+        self.own_layout = laid_out(weight.map(lambda one: one.to(device)), self.like.dtype, packable=self.packable)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move with the model. Casts such as `model.half()` change neither scales nor fp8 values."""
-        kept = {name: self._buffers[name] for name in self.canonical_names}
         dtype = self.like.dtype
         self.changed()
         super()._apply(fn, recurse)
         if self.like.dtype != dtype:
             self.dtypes = (*self.dtypes, self.like.dtype)
-        without_casts(self, kept)
-        self._settle()
+        if self.source is None:
+            moved = self.own_layout.w.device != self.like.device
+            if moved or isinstance(self.own_layout, RowMajor):  # rows may get the layout of another dtype
+                self._lay_out(self.own_layout.canonical())
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save the canonical tensors whatever the layout; for PEFT, whose files hold heads and embeddings, floats."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if prefix.startswith(OF_PEFT) and vars(self).get(ROLE) in ("head", "embedding"):
-            for name in self.canonical_names:
-                destination.pop(prefix + name, None)
             destination[prefix + "weight"] = self.weight.detach()
             return
-        for name, tensor in zip(self.canonical_names, self.canonical(), strict=True):
-            if tensor is not None:
-                destination[prefix + name] = tensor
+        for name, tensor in self.canonical().tensors().items():
+            destination[prefix + name] = tensor
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
         """Load a quantised weight, or a float one, which is quantised, into the layout of this device."""
-        given = {name: state_dict.pop(prefix + name, None) for name in self.canonical_names}
-        if given["q"] is None and given["scale"] is None and prefix + "weight" in state_dict:
+        held = self.canonical()
+        names = held.tensors()
+        given = {name: state_dict.pop(prefix + name) for name in PARTS if prefix + name in state_dict}
+        if not given.keys() & {"q", "scale"} and prefix + "weight" in state_dict:
             full = state_dict.pop(prefix + "weight")
             self._load(lambda: self.repack(full.detach().t() if self.transposed else full.detach()), prefix, errors)
         elif self.source is None:
-            held = self.canonical()._asdict()
-            lost = [name for name in self.canonical_names if held[name] is not None and given[name] is None]
-            missing.extend(prefix + name for name in lost if strict)
-            named = {name: held[name] if one is None else one.clone() for name, one in given.items()}
-            self._load(lambda: self._take(type(self.canonical())(**named)), prefix, errors)
-        layout = {name: self._buffers[name] for name in self.canonical_names}
+            missing.extend(prefix + name for name in names if strict and name not in given)
+            unexpected.extend(prefix + name for name in given if strict and name not in names)
+            new = {name: given[name].clone() if name in given else one for name, one in names.items()}
+            self._load(lambda: self._take(held.with_tensors(new)), prefix, errors)
         self.held.changed()
-        self._buffers.update(dict.fromkeys(self.canonical_names))  # taken already
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
-        self._buffers.update(layout)
 
     def _load(self, take: Callable[[], None], prefix: str, errors: list[str]) -> None:
         """Run `take`; what it refuses is added to the errors that torch raises at the end of load_state_dict."""
@@ -200,16 +148,15 @@ class QuantizedModule(PackedWeight):
         except KernelError as error:
             errors.append(f"{prefix}weight: {error}")
 
-    def _take(self, new: Held) -> None:
+    def _take(self, new: RowMajor) -> None:
         """Hold another weight of the same format and shape. Raises KernelError for any other."""
-        held = self.canonical()
-        for name, one, other in zip(self.canonical_names, new, held, strict=True):
-            if (one is None) != (other is None) or (one is not None and other is not None and one.shape != other.shape):
-                shapes = [None if tensor is None else list(tensor.shape) for tensor in (one, other)]
-                raise KernelError(f"{name} is {shapes[0]}, and {shapes[1]} is packed here")
-        if new.q.dtype != held.q.dtype:  # bits of e4m3fn are other numbers in e4m3fnuz
-            raise KernelError(f"q is {new.q.dtype}, and {held.q.dtype} is packed here")
-        if not _same(new, held):
+        held = self.canonical().tensors()
+        for name, one in new.tensors().items():
+            if one.shape != held[name].shape:
+                raise KernelError(f"{name} is {list(one.shape)}, and {list(held[name].shape)} is packed here")
+        if new.w.dtype != held["q"].dtype:  # bits of e4m3fn are other numbers in e4m3fnuz
+            raise KernelError(f"q is {new.w.dtype}, and {held['q'].dtype} is packed here")
+        if not all(_same_bits(one, held[name]) for name, one in new.tensors().items()):
             if STORED in vars(self):
                 raise KernelError(f"its weight is {vars(self)[STORED]} as stored, {NOT_WRITTEN}")
             self._lay_out(new)
@@ -219,9 +166,8 @@ class QuantizedModule(PackedWeight):
         """Own the weight that was another module's until now."""
         holder = self.held
         holder.changed()
-        for name in ("pack", "tiles", "scale_dtype", "offset_dtype", "written", "dtypes"):
+        for name in ("own_layout", "written", "dtypes"):
             self.__dict__[name] = vars(holder)[name]
-        self._buffers.update({name: holder._buffers[name] for name in (*self.canonical_names, "order")})
         self.__dict__["source"], self.inherited = None, True
 
     def hand_back(self, original: nn.Module) -> bool:
@@ -248,14 +194,6 @@ class QuantizedModule(PackedWeight):
         return self.held.written
 
 
-def _same(one: Held, other: Held) -> bool:
-    """Whether two quantised weights have the same format and the same values."""
-    pairs = list(zip(one, other, strict=True))
-    if any((a is None) != (b is None) for a, b in pairs):
-        return False
-    return all(a is None or b is None or _same_bits(a, b) for a, b in pairs)
-
-
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.is_meta or b.is_meta or a.dtype != b.dtype or a.shape != b.shape:
         return False
@@ -271,7 +209,7 @@ def take_over(model: nn.Module) -> None:
             module.own()
 
 
-def packed_modules(model: Any) -> list[QuantizedModule]:
-    """The modules of a model that own a pack, in the order in which a step reads them: the head is last."""
-    owners = [m for m in model.modules() if isinstance(m, QuantizedModule) and m.source is None and m.pack is not None]
-    return sorted(owners, key=lambda module: module is getattr(model, "lm_head", None))
+def quantised_in(model: Any) -> list[QuantizedModule]:
+    """The modules of a model that own a quantised weight, as a step reads them: the head is last."""
+    found = [module for module in model.modules() if isinstance(module, QuantizedModule) and module.source is None]
+    return sorted(found, key=lambda module: module is getattr(model, "lm_head", None))

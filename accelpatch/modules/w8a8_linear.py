@@ -8,42 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
-from accelpatch.kernels.ops.linear.w8a8_linear import w8a8_linear
-from accelpatch.kernels.ops.linear.w8a8_packed import w8a8_packed
-from accelpatch.modules.autocast import autocast
+from accelpatch.kernels.layouts.row_major import RowMajor
+from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.modules.norm import SMOOTHED
 from accelpatch.modules.packed_weight import PackedWeight
-from accelpatch.modules.quantized_module import QuantizedModule
+from accelpatch.modules.quantized_linear import QuantizedLinear
 from accelpatch.modules.replacement import adopt, runs_original, without_casts
 from accelpatch.modules.weight_view import UnpackedWeight, WeightView
-from accelpatch.quant import int8
+from accelpatch.quant.formats import dequantize
 from accelpatch.quant.smoothing import SiteStatistics
-from accelpatch.quant.weight import QuantizedWeight, W8A8Weight
 
 SMOOTHING = ("factors", "divisors")
 
 
-class W8A8Linear(QuantizedModule):
+class W8A8Linear(QuantizedLinear):
     """y = x in int8 . q^T * scales + bias: one scale a row of the weight; of x one a token, or a static one.
 
-    input_scale[1]: the static one, or None. factors[K], divisors[N]: what the weight has been multiplied and divided by
-    (quant/smoothing.py); `weight` is read and written without them. None where nothing is smoothed, or where the model
-    came smoothed from a checkpoint.
+    factors[K], divisors[N]: what the weight has been multiplied and divided by (quant/smoothing.py); `weight` is read
+    and written without them. None where nothing is smoothed, or where the model came smoothed from a checkpoint.
     """
 
-    canonical_names = W8A8Weight._fields
-    own_buffers = (*canonical_names, "order", "like", *SMOOTHING)
+    own_buffers = ("like", *SMOOTHING)
 
-    bias: Tensor | None
-    input_scale: Tensor | None
     factors: Tensor | None
     divisors: Tensor | None
-
-    def canonical(self) -> W8A8Weight:
-        """The weight, one scale a row, and the static scale of its input."""
-        q, scale, _ = self._canonical()
-        return W8A8Weight(q, scale, None, self.input_scale)
 
     @property
     def weight(self) -> Tensor:
@@ -57,7 +45,7 @@ class W8A8Linear(QuantizedModule):
     def _with_smoothing(self) -> WeightView:
         """A view of the weight that this module multiplies by; what is written there is packed."""
         with torch.inference_mode(False), torch.no_grad():
-            full = int8.dequantize(QuantizedWeight(*self._canonical()), self.like.dtype)
+            full = super().dequantized()
             held = UnpackedWeight(full, lambda floats: self._write(self._without_smoothing(floats)), self.original)
             return held.view(full.t() if self.transposed else full)
 
@@ -66,21 +54,17 @@ class W8A8Linear(QuantizedModule):
         return full if self.divisors is None else full * self.divisors[:, None]
 
     def dequantized(self) -> Tensor:
-        full = int8.dequantize(QuantizedWeight(*self._canonical()), torch.promote_types(self.like.dtype, torch.float32))
+        full = dequantize(self.layout, torch.promote_types(self.like.dtype, torch.float32))
         return self._without_smoothing(full).to(self.like.dtype)
 
     def copied_parameters(self) -> dict[str, nn.Parameter]:
         """With the smoothing in the weight: a copy gets the inputs of this module, and its divided bias."""
-        full = int8.dequantize(QuantizedWeight(*self._canonical()), self.like.dtype)
+        full = super().dequantized()
         full = full.t().contiguous() if self.transposed else full
         return {"weight": nn.Parameter(full, requires_grad=self.trainable)}
 
-    def quantized_like(self, weight: Tensor, held: W8A8Weight) -> W8A8Weight:
-        smoothed = SiteStatistics(None, self.factors, self.divisors).weight(weight)
-        return W8A8Weight(*int8.quantize(smoothed)[:2], None, held.input_scale)
-
-    def _pack(self, weight: W8A8Weight) -> W8A8Pack:
-        return W8A8Pack.pack(weight.q, weight.scale, weight.input_scale)
+    def _quantized_like(self, weight: Tensor, held: Any) -> RowMajor:
+        return super()._quantized_like(SiteStatistics(None, self.factors, self.divisors).weight(weight), held)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
@@ -90,15 +74,6 @@ class W8A8Linear(QuantizedModule):
             errors.append(f"{prefix.rstrip('.')}: {SMOOTHED}")
             return
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x[..., K] -> y[..., N] in x's dtype."""
-        holder = self.held
-        if holder.pack is not None:
-            return w8a8_packed(autocast(x), *holder.pack.arguments(), self.bias)
-        assert holder.q is not None
-        assert holder.scale is not None
-        return w8a8_linear(autocast(x), holder.q, holder.scale, self.input_scale, self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move with the model; a cast does not round the smoothing."""
@@ -119,7 +94,7 @@ class W8A8Linear(QuantizedModule):
         return super().hand_back(original)
 
 
-def w8a8(original: nn.Module, weight: W8A8Weight, stats: SiteStatistics, packable: bool) -> Any:
+def w8a8(original: nn.Module, weight: W8A8Rows, stats: SiteStatistics, packable: bool) -> Any:
     """A W8A8Linear made from `original` that holds `weight`, quantised by these statistics."""
     new = adopt(W8A8Linear, original)
     device = original._parameters["weight"].device  # type: ignore[union-attr]

@@ -104,6 +104,10 @@ class Replacer(ABC):
         """Whether `build` needs the statistics of the site's input."""
         return False
 
+    def weight(self, choice: Choice, parts: Mapping[str, Any]) -> Any:
+        """The quantised weight of the tensors that a checkpoint has of it, by name. Raises KernelError."""
+        raise PlanError(f"{self.name} cannot be restored from a checkpoint")
+
     def restore(self, site: Site, choice: Choice, held: Any) -> nn.Module:
         """Make the replacement from a quantised weight of a checkpoint. Raises PlanError, or KernelError where the
         weight does not fit the site."""

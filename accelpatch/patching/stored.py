@@ -189,7 +189,7 @@ def taken_over(site: Any, replacer: Any, choice: Any) -> nn.Module:
     """The replacement of a module with a stored weight: a linear layer, for as their library's class PEFT would unpack
     its codes."""
     weight = site.stored.weight(site.original)
-    new: nn.Module = replacer.restore(float_site(site, weight.q.device), choice, weight)
+    new: nn.Module = replacer.restore(float_site(site, weight.w.device), choice, weight)
     new.__dict__[STORED] = site.stored.words
     for name in site.stored.lost:
         new.__dict__[name] = Lost(f"{site.path}: its {name} is the original's; call accelpatch.unpatch(model) first")

@@ -1,4 +1,4 @@
-"""Quantised weights as bitsandbytes packs them, in the canonical form (quant/weight.py).
+"""Quantised weights as bitsandbytes packs them, in the canonical form (kernels/layouts/row_major.py).
 
     4 bits        weight, bytes of w[N, K] in row-major order, the first value of two in the high nibble; absmax of each
                   64 (`blocksize`) values in that order, as floats, or quantised themselves (double quantisation)
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.codebooks import CODEBOOKS
-from accelpatch.quant.weight import QuantizedWeight
+from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows
 
 Tensors = Mapping[str, Tensor | None]
 STATES = {"nf4": "weight.quant_state.bitsandbytes__nf4", "fp4": "weight.quant_state.bitsandbytes__fp4"}
@@ -34,7 +34,7 @@ LARGEST_BLOCK = 1 << 31
 NESTED = 256  # codes of a quantised absmax
 
 
-def four_bits(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> QuantizedWeight:
+def four_bits(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> Int4Rows:
     """A linear layer[n, k] in nf4 or fp4. config: not read: its tensors say all."""
     name, state = _state(tensors, n, k)
     size = state["blocksize"]
@@ -51,10 +51,10 @@ def four_bits(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> Qu
     ):
         raise KernelError(f"weight.quant_map is another one than {name}'s, and is not read")
     first = torch.arange(0, n * k, group, device=absmax.device) // size  # the block of each group
-    return QuantizedWeight(q.view(n, k // 2), absmax[first].view(n, k // group), None)
+    return Int4Rows(q.view(n, k // 2), absmax[first].view(n, k // group), codes=name)
 
 
-def int8(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> QuantizedWeight:
+def int8(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> Int8Rows:
     """A linear layer[n, k] of LLM.int8(). config: not read."""
     q, largest, order = _given(tensors, "weight"), _given(tensors, "SCB"), tensors.get("weight_format")
     if q.dtype != torch.int8 or list(q.shape) != [n, k]:
@@ -66,7 +66,7 @@ def int8(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> Quantiz
     scale = largest.float().reshape(n, 1) / 127
     if not bool((scale.isfinite() & (scale >= 0)).all()):
         raise KernelError("SCB has NaN, infinity or a negative number")
-    return QuantizedWeight(q, scale, None)
+    return Int8Rows(q, scale)
 
 
 def _state(tensors: Tensors, n: int, k: int) -> tuple[str, dict[str, Any]]:

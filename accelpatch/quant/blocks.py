@@ -6,21 +6,17 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.layouts.gguf_blocks import FORMS, row_bytes
-from accelpatch.kernels.ops.linear.gguf_values import dequantize_rows, half_at, nibbles, split_blocks
+from accelpatch.kernels.layouts.gguf_blocks import FORMS as FORMS
+from accelpatch.kernels.layouts.gguf_blocks import GgufBlocks as GgufBlocks
+from accelpatch.kernels.layouts.gguf_blocks import row_bytes
+from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows
+from accelpatch.kernels.ops.linear.gguf_values import half_at, nibbles, split_blocks
 from accelpatch.quant import int4
-from accelpatch.quant.weight import BlockWeight, QuantizedWeight
 
-__all__ = ["FORMS", "BlockWeight", "canonical", "check_blocks", "dequantize", "not_finite"]
 ROWS = 1 << 22  # values whose scales are checked at once
 
 
-def dequantize(q: Tensor, form: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """w[N, K] in `dtype`, computed in float32 or wider and rounded once."""
-    return dequantize_rows(q, form, torch.promote_types(dtype, torch.float32)).to(dtype)
-
-
-def canonical(q: Tensor, form: str) -> QuantizedWeight:
+def canonical(q: Tensor, form: str) -> Int8Rows | Int4Rows:
     """Blocks of one level (Q8_0, Q4_0, Q4_1) as an int8 or 4-bit weight in groups of 32 with the same float16 scales.
 
     Codes under a scale of zero, whose values are 0 whatever they are, become those of zero. Raises KernelError for
@@ -34,8 +30,10 @@ def canonical(q: Tensor, form: str) -> QuantizedWeight:
     codes = each[:, :, 2:].view(torch.int8) if form == "Q8_0" else nibbles(each[:, :, 4 if form == "Q4_1" else 2 :])
     if offset is None:
         codes = codes.masked_fill(scale == 0, 0 if form == "Q8_0" else 8)
-    held = codes.flatten(1).contiguous() if form == "Q8_0" else int4.pack(codes)
-    return QuantizedWeight(held, scale.flatten(1), offset)
+    scales = scale.flatten(1)
+    if form == "Q8_0":
+        return Int8Rows(codes.flatten(1).contiguous(), scales)
+    return Int4Rows(int4.pack(codes), scales, offset)
 
 
 def check_blocks(q: Tensor, form: str, n: int | None, k: int | None) -> None:

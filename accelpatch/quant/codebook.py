@@ -10,12 +10,12 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.codebooks import CODEBOOKS
-from accelpatch.kernels.ops.linear import codebook_linear
+from accelpatch.kernels.layouts.row_major import Int4Rows
 from accelpatch.quant import int4
-from accelpatch.quant.weight import QuantizedWeight, grouped, row_blocks
+from accelpatch.quant.weight import grouped, row_blocks
 
 
-def quantize(weight: Tensor, *, group_size: int, codebook: str) -> QuantizedWeight:
+def quantize(weight: Tensor, *, group_size: int, codebook: str) -> Int4Rows:
     """Quantise a float weight [N, K] to packed q[N, K / 2] and float32 scale[N, G]: the nearest value of each.
 
     Raises KernelError for NaN or infinity, an odd K, and where group_size does not divide K.
@@ -31,10 +31,4 @@ def quantize(weight: Tensor, *, group_size: int, codebook: str) -> QuantizedWeig
         most = rows.abs().amax(2, keepdim=True)
         return order[torch.bucketize(rows / torch.where(most > 0, most, 1.0), between)]
 
-    return QuantizedWeight(torch.cat([int4.pack(codes(rows)) for rows in row_blocks(groups)]), scale, None)
-
-
-def dequantize(weight: QuantizedWeight, codebook: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """w[N, K] in `dtype`, computed in float32 or wider and rounded once."""
-    wide = torch.promote_types(dtype, torch.float32)
-    return codebook_linear.dequantize_rows(weight.q, weight.scale, codebook, wide).to(dtype)
+    return Int4Rows(torch.cat([int4.pack(codes(rows)) for rows in row_blocks(groups)]), scale, codes=codebook)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelpatch.quant.weight import QuantizedWeight, grouped
+from accelpatch.kernels.layouts.row_major import Fp8Rows
+from accelpatch.quant.weight import grouped
 
 
-def quantize(weight: Tensor, *, fnuz: bool = False) -> QuantizedWeight:
+def quantize(weight: Tensor, *, fnuz: bool = False) -> Fp8Rows:
     """Quantise a float weight [N, K] to q[N, K] float8, scale[N, 1] float32. Raises KernelError for NaN or infinity."""
     form = dtype_of(fnuz=fnuz)
     largest = torch.finfo(form).max
@@ -21,7 +22,7 @@ def quantize(weight: Tensor, *, fnuz: bool = False) -> QuantizedWeight:
     scale = rows.abs().amax(dim=1, keepdim=True) / largest
     # torch's conversion does not saturate: a quotient that rounding took over the largest would be NaN
     q = (rows / torch.where(scale > 0, scale, 1.0)).clamp_(-largest, largest).to(form)
-    return QuantizedWeight(q, scale, None)
+    return Fp8Rows(q, scale)
 
 
 def dtype_of(*, fnuz: bool) -> torch.dtype:
@@ -29,7 +30,6 @@ def dtype_of(*, fnuz: bool) -> torch.dtype:
     return torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
 
 
-def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """w[N, K] in `dtype`, computed in float32 or wider and rounded once."""
-    wide = torch.promote_types(dtype, torch.float32)
-    return weight.q.to(wide).mul_(weight.scale.to(wide)).to(dtype)
+def quantize_as(weight: Tensor, held: Fp8Rows) -> Fp8Rows:
+    """Quantise a float weight [N, K] to the form of another."""
+    return quantize(weight, fnuz=held.w.dtype == torch.float8_e4m3fnuz)

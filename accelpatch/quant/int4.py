@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
+from accelpatch.kernels.layouts.row_major import Int4Rows
 from accelpatch.kernels.ops.linear import int4_linear
-from accelpatch.quant.weight import OrderedWeight, QuantizedWeight, grouped
+from accelpatch.quant.weight import grouped
 
 ZERO_CODE = -120  # a byte of two symmetric zeros, u = 8
 _HALF = torch.finfo(torch.float16)
 
 
-def quantize(weight: Tensor, *, group_size: int, symmetric: bool = False, zero_point: bool = False) -> QuantizedWeight:
+def quantize(weight: Tensor, *, group_size: int, symmetric: bool = False, zero_point: bool = False) -> Int4Rows:
     """Quantise a float weight [N, K] to packed q[N, K / 2], scale[N, G] and offset[N, G] (None where symmetric).
 
     zero_point: the offset is an integer, not a minimum. Raises KernelError for NaN or infinity, an odd K, and where
@@ -34,29 +35,22 @@ def quantize(weight: Tensor, *, group_size: int, symmetric: bool = False, zero_p
     return _symmetric(groups) if symmetric else _zero_point(groups) if zero_point else _asymmetric(groups)
 
 
-def quantize_as(weight: Tensor, held: QuantizedWeight) -> QuantizedWeight:
-    """Quantise a float weight [N, K] to the format and group size of another of its shape."""
-    integer = held.offset is not None and not held.offset.is_floating_point()
-    group = 2 * held.q.shape[1] // held.scale.shape[1]
-    return quantize(weight, group_size=group, symmetric=held.offset is None, zero_point=integer)
-
-
-def _symmetric(groups: Tensor) -> QuantizedWeight:
+def _symmetric(groups: Tensor) -> Int4Rows:
     extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)).squeeze(2)
     scale = _store(extreme / -8)
-    return QuantizedWeight(pack((_divide(groups, scale) + 8).clamp_(0, 15)), scale, None)
+    return Int4Rows(pack((_divide(groups, scale) + 8).clamp_(0, 15)), scale)
 
 
-def _zero_point(groups: Tensor) -> QuantizedWeight:
+def _zero_point(groups: Tensor) -> Int4Rows:
     low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)
     _check_range(low, high)
     scale = _store((high - low) / 15)
     zero = _divide(-low.unsqueeze(2), scale).squeeze(2).clamp_(0, 15)
     u = (_divide(groups, scale) + zero.unsqueeze(2)).clamp_(0, 15)
-    return QuantizedWeight(pack(u), scale, zero.to(torch.int8))
+    return Int4Rows(pack(u), scale, zero.to(torch.int8))
 
 
-def _asymmetric(groups: Tensor) -> QuantizedWeight:
+def _asymmetric(groups: Tensor) -> Int4Rows:
     low, high = groups.amin(dim=2), groups.amax(dim=2)
     constant = low == high
     dtype = _storage(torch.stack((low, high, (high - low) / 15)))
@@ -66,7 +60,7 @@ def _asymmetric(groups: Tensor) -> QuantizedWeight:
     # a constant group has u = 1 and, as its scale, the offset's rounding error
     scale = torch.where(constant, high - offset.float(), (high - offset.float()) / 15).to(dtype)
     u = _divide(groups - offset.float().unsqueeze(2), scale).clamp_(0, 15)
-    return QuantizedWeight(pack(u), scale, offset)
+    return Int4Rows(pack(u), scale, offset)
 
 
 def _check_range(low: Tensor, high: Tensor) -> None:
@@ -98,12 +92,3 @@ def pack(u: Tensor) -> Tensor:
 def unpack(q: Tensor) -> Tensor:
     """Unpack q[N, K / 2] to u[N, K] int8 in 0..15; the inverse of `pack`."""
     return int4_linear.unpack(q)
-
-
-def dequantize(weight: QuantizedWeight | OrderedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """w[N, K] in `dtype`, computed in float32 or wider and rounded once; takes every kind of offset.
-
-    Columns are in the weight's own order.
-    """
-    wide = torch.promote_types(dtype, torch.float32)
-    return int4_linear.dequantize_rows(*weight[:3], wide).to(dtype)

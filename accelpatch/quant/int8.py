@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelpatch.quant.weight import OrderedWeight, QuantizedWeight, grouped, row_blocks
+from accelpatch.kernels.layouts.row_major import Int8Rows
+from accelpatch.quant.weight import grouped, row_blocks
 
 _HALF = torch.finfo(torch.float16)
 
 
-def quantize(weight: Tensor, *, group_size: int | None = None, half_scales: bool = False) -> QuantizedWeight:
+def quantize(weight: Tensor, *, group_size: int | None = None, half_scales: bool = False) -> Int8Rows:
     """Quantise a float weight [N, K] to q[N, K] int8 and scale[N, G] float32; group_size None: one scale per row.
 
     half_scales: float16, for a weight whose scales are all of normal size there. Raises KernelError for NaN or
@@ -23,7 +24,7 @@ def quantize(weight: Tensor, *, group_size: int | None = None, half_scales: bool
     groups = grouped(weight, group_size, "int8")
     half = half_scales and _fits_half(groups.abs().amax(dim=2) / 127)
     q, scale = zip(*(_rows(rows, half) for rows in row_blocks(groups)), strict=True)
-    return QuantizedWeight(torch.cat(q), torch.cat(scale), None)
+    return Int8Rows(torch.cat(q), torch.cat(scale))
 
 
 def _fits_half(scale: Tensor) -> bool:
@@ -41,8 +42,7 @@ def _rows(groups: Tensor, half: bool) -> tuple[Tensor, Tensor]:
     return q.flatten(1), stored
 
 
-def dequantize(weight: QuantizedWeight | OrderedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """w[N, K] in `dtype`, computed in float32 or wider and rounded once."""
-    wide = torch.promote_types(dtype, torch.float32)
-    groups = weight.q.to(wide).unflatten(1, (weight.scale.shape[1], -1))
-    return groups.mul_(weight.scale.to(wide).unsqueeze(2)).flatten(1).to(dtype)
+def quantize_as(weight: Tensor, held: Int8Rows) -> Int8Rows:
+    """Quantise a float weight [N, K] with the group size and the scales' dtype of another of its shape."""
+    half = held.scale.dtype == torch.float16
+    return quantize(weight, group_size=held.k // held.scale.shape[1], half_scales=half)

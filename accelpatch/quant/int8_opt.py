@@ -82,8 +82,8 @@ def _by_tensor(values: Tensor) -> tuple[Tensor, Tensor]:
     flat = values.detach().reshape(1, -1).float()
     if not bool(flat.any()):
         return torch.zeros_like(values, dtype=torch.int8), torch.tensor(1 / LEVELS, device=values.device)
-    q, scale, _ = int8.quantize(flat)
-    return q.view(values.shape), scale.reshape(()).float()
+    made = int8.quantize(flat)
+    return made.w.view(values.shape), made.scale.reshape(()).float()
 
 
 def norm(weight: Tensor, bias: Tensor, output_scale: float) -> dict[str, Tensor]:

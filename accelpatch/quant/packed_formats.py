@@ -1,4 +1,5 @@
-"""Quantised weights as GPTQ, AWQ and compressed-tensors pack them, in the canonical form (quant/weight.py).
+"""Quantised weights as GPTQ, AWQ and compressed-tensors pack them, in the canonical form
+(kernels/layouts/row_major.py).
 
     GPTQ                qweight int32 [K bits / 32, N], qzeros [G, N bits / 32], scales [G, N], g_idx[K]
     AWQ, GEMM           qweight int32 [K, N / 8], qzeros [G, N / 8], scales [G, N]; eight columns of a word interleaved
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
+from accelpatch.kernels.layouts.row_major import Fp8Rows, Int4Rows, Int8Rows
+from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.quant import fp8, int4
-from accelpatch.quant.weight import AnyWeight, OrderedWeight, QuantizedWeight, W8A8Weight
 
 Tensors = Mapping[str, Tensor | None]
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column j of eight is in this field
@@ -32,7 +34,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 GPTQ_FORMS = ("gptq", "gptq_v2")
 
 
-def gptq(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> AnyWeight:
+def gptq(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> Int8Rows | Int4Rows:
     """A linear layer[n, k] of GPTQ. config: bits, sym, and checkpoint_format or format; neither: v1."""
     bits = bits_of(config, (4, 8))
     fields = WORD // bits
@@ -67,7 +69,7 @@ def order_of(tensors: Tensors, name: str, groups: int, k: int) -> Tensor | None:
     return None if torch.equal(order, torch.arange(k, dtype=torch.int32, device=order.device)) else order
 
 
-def awq(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> AnyWeight:
+def awq(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> Int8Rows | Int4Rows:
     """A linear layer[n, k] of AWQ. config: bits, group_size, version."""
     bits = bits_of(config, (4,))
     version, group = str(config.get("version", "gemm")).lower(), config.get("group_size", 128)
@@ -97,7 +99,7 @@ def _interleaved(words: Tensor, n: int) -> Tensor:
     return unpacked(words, 4, n).view(len(words), -1, 8)[:, :, fields].reshape(len(words), n)
 
 
-def packed(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> AnyWeight:
+def packed(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> Int8Rows | Int4Rows:
     """A linear layer[n, k] of compressed-tensors, pack-quantized. config: bits."""
     bits = bits_of(config, (4, 8))
     shape = tensors.get("weight_shape")
@@ -115,7 +117,7 @@ def packed(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> AnyWe
     return made(codes, scales, unpacked(words.t(), bits, n).t(), bits, False, order)
 
 
-def rows(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> QuantizedWeight | W8A8Weight:
+def rows(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> Int8Rows | Fp8Rows | W8A8Rows:
     """A linear layer[n, k] of compressed-tensors with 8-bit activations: int-quantized, or float-quantized (e4m3).
 
     config: static, whether an int8 input has one scale. With 8-bit floats every token gets its own in any case.
@@ -130,14 +132,16 @@ def rows(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> Quantiz
     scale = scale.float().reshape(-1, 1).expand(n, 1).contiguous()
     if not bool((scale.isfinite() & (scale > 0)).all()):
         raise KernelError("weight_scale is not positive everywhere")
-    if q.dtype != torch.int8 or not config.get("static"):
-        return QuantizedWeight(q, scale, None)
+    if q.dtype != torch.int8:
+        return Fp8Rows(q, scale)
+    if not config.get("static"):
+        return Int8Rows(q, scale)
     zero, given = tensors.get("input_zero_point"), tensors.get("input_scale")
     if zero is not None and bool(zero.any()):
         raise KernelError("input_zero_point: asymmetric activations are not read: quantise them symmetrically")
     if given is None or given.numel() != 1:
         raise KernelError("input_scale: a static scale of the input belongs here")
-    return W8A8Weight(q, scale, None, given.float().reshape(1))
+    return W8A8Rows(q, scale, given.float().reshape(1))
 
 
 def bits_of(config: Mapping[str, Any], known: tuple[int, ...]) -> int:
@@ -164,7 +168,7 @@ def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
 
 def made(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, symmetric: bool, order: Tensor | None = None
-) -> AnyWeight:
+) -> Int8Rows | Int4Rows:
     """The canonical weight of codes[N, K] and scales, zeros[N, G]; None, as of `symmetric`: the middle of the codes.
 
     order: the inputs sorted by their groups; codes are in the order of inputs.
@@ -183,13 +187,11 @@ def made(
     if bits == 8:
         if zeros is not None:
             raise KernelError("qzeros: 8 bits with other zero points than 128 are not read: quantise symmetrically")
-        weight = QuantizedWeight((codes.to(torch.int16) - middle).to(torch.int8), scales.float(), None)
-    else:
-        half = scales.half()  # which holds most bfloat16 scales too
-        offset = None if zeros is None else zeros.to(torch.int8).contiguous()
-        exact = torch.equal(half.float(), scales.float())
-        weight = QuantizedWeight(int4.pack(codes), half if exact else scales.float(), offset)
-    return weight if order is None else OrderedWeight(*weight, order)
+        return Int8Rows((codes.to(torch.int16) - middle).to(torch.int8), scales.float(), order=order)
+    half = scales.half()  # which holds most bfloat16 scales too
+    offset = None if zeros is None else zeros.to(torch.int8).contiguous()
+    exact = torch.equal(half.float(), scales.float())
+    return Int4Rows(int4.pack(codes), half if exact else scales.float(), offset, order=order)
 
 
 def _words(tensors: Tensors, name: str, shape: tuple[int | None, ...]) -> Tensor:

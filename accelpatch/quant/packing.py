@@ -1,4 +1,4 @@
-"""Canonical weights (quant/weight.py) packed as GPTQ, AWQ and compressed-tensors have them: the way back of their
+"""Canonical weights packed as GPTQ, AWQ and compressed-tensors have them: the way back of their
 readers, which list the tensors (packed_formats.py).
 
     w[n, k] = scale[n, g] (code[n, k] - zero[n, g])
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
+from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows
 from accelpatch.quant import int4
-from accelpatch.quant.weight import QuantizedWeight
 
 AWQ_FIELDS = (0, 2, 4, 6, 1, 3, 5, 7)  # field i of a word holds this column of eight
 WORD = 32
@@ -71,16 +71,14 @@ def has_zero_points(scale: Tensor, offset: Tensor | None) -> bool:
     return zero is not None and not bool((zero == 8).all())
 
 
-def coded(weight: QuantizedWeight, bits: int, order: Tensor | None, group_size: int) -> Coded:
-    """A weight-only quantised weight[N, K] of 4 or 8 bits, its groups cut into ones of `group_size`, which divides.
-
-    order: the input of each column, where columns are sorted by their groups.
-    """
-    if bits == 4:
-        codes, zero = int4.unpack(weight.q).to(torch.uint8), zero_points(weight.scale, weight.offset)
+def coded(weight: Int8Rows | Int4Rows, group_size: int | None) -> Coded:
+    """A weight-only quantised weight[N, K], its groups cut into ones of `group_size`, which divides; None: rows."""
+    bits, order, k = 8 // weight.per_byte, weight.order, weight.k
+    group_size = group_size or k
+    if isinstance(weight, Int4Rows):
+        codes, zero = int4.unpack(weight.w).to(torch.uint8), zero_points(weight.scale, weight.offset)
     else:
-        codes, zero = (weight.q.to(torch.int16) + 128).to(torch.uint8), None
-    k = codes.shape[1]
+        codes, zero = (weight.w.to(torch.int16) + 128).to(torch.uint8), None
     times = k // group_size // weight.scale.shape[1]
     scale = weight.scale.repeat_interleave(times, dim=1)
     zero = None if zero is None else zero.repeat_interleave(times, dim=1)

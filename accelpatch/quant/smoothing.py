@@ -16,6 +16,7 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.ops.activation import quantize_rows
+from accelpatch.kernels.ops.linear import by_layout
 from accelpatch.quant import int8
 from accelpatch.quant.calibration import ChannelStatistics
 
@@ -151,7 +152,7 @@ def output_error(inputs: ChannelStatistics, weight: Tensor, s: Tensor) -> float:
     """Squared error of a linear layer's outputs in int8 on the rows that calibration kept, with a scale a token."""
     s, rows, weight = s.to(weight.device), inputs.rows.to(weight.device, torch.float32), weight.float()
     q, scale = quantize_rows.reference(rows / s)
-    made = (q.float() * scale) @ int8.dequantize(int8.quantize(weight * s)).t()
+    made = (q.float() * scale) @ by_layout.dequantized(int8.quantize(weight * s), torch.float32).t()
     return float((made - rows @ weight.t()).square().sum())
 
 

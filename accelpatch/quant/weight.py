@@ -1,65 +1,15 @@
-"""Shared by all weight formats: the tuple that holds a quantised weight, and checks of its input."""
+"""Shared by all weight formats: checks of what is quantised, and of what comes from a file."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
+from accelpatch.kernels.layouts.row_major import RowMajor
 
+PARTS = ("q", "scale", "offset", "order", "input_scale")  # tensors of all formats, as checkpoints name them
 BLOCK = 1 << 18  # elements per block of rows
-
-
-class QuantizedWeight(NamedTuple):
-    """q[N, K] int8 or float8 (4-bit: [N, K / 2], two values per int8), scale[N, G] float, offset[N, G] or None."""
-
-    q: Tensor
-    scale: Tensor
-    offset: Tensor | None
-
-
-class OrderedWeight(NamedTuple):
-    """As a QuantizedWeight with its columns in another order: column j is that of input order[j], int32[K].
-
-    GPTQ's act-order: the inputs of a group lie side by side.
-    """
-
-    q: Tensor
-    scale: Tensor
-    offset: Tensor | None
-    order: Tensor
-
-
-class W8A8Weight(NamedTuple):
-    """As a QuantizedWeight in int8 with one scale a row; input_scale[1] float32: of its input, None for one a token."""
-
-    q: Tensor
-    scale: Tensor
-    offset: None = None
-    input_scale: Tensor | None = None
-
-
-class BlockWeight(NamedTuple):
-    """q: uint8[N, row bytes] in GGUF's blocks; scales lie in them, so that there are no other tensors."""
-
-    q: Tensor
-    scale: None = None
-    offset: None = None
-
-
-AnyWeight = QuantizedWeight | OrderedWeight | W8A8Weight | BlockWeight
-PARTS = ("q", "scale", "offset", "order", "input_scale")  # of all of them, as checkpoints name them
-
-
-def weight_of(parts: Mapping[str, Tensor | None]) -> AnyWeight:
-    """A quantised weight from its tensors by name, which say what it is."""
-    has = {name for name, tensor in parts.items() if tensor is not None}
-    kind: Any = OrderedWeight if "order" in has else W8A8Weight if "input_scale" in has else QuantizedWeight
-    kind = kind if "scale" in has else BlockWeight
-    return cast(AnyWeight, kind(**{name: parts.get(name) for name in kind._fields}))
 
 
 def check_finite(weight: Tensor, name: str) -> None:
@@ -92,16 +42,16 @@ def row_blocks(groups: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_held(
-    held: AnyWeight, n: int | None, k: int | None, codes: tuple[torch.dtype, ...],
-    floats: tuple[torch.dtype, ...], per_byte: int = 1, zero_code: int | None = 0,
+    held: RowMajor, n: int | None, k: int | None, codes: tuple[torch.dtype, ...], floats: tuple[torch.dtype, ...],
+    zero_code: int | None = 0,
 ) -> None:  # fmt: skip
     """Raise KernelError unless a weight from a file is one [N, K] of these dtypes, with scales that can be.
 
-    per_byte: values in a byte of q. zero_code: what q holds for a value of zero, where there is no offset; None where
-    a scale of zero may have any codes. An offset is of a scale's dtypes, or int8.
+    zero_code: what q holds for a value of zero, where there is no offset; None where a scale of zero may have any
+    codes. An offset is of a scale's dtypes, or int8.
     """
-    q, scale, offset = held[:3]
-    assert scale is not None
+    tensors, per_byte = held.tensors(), held.per_byte
+    q, scale, offset = tensors["q"], tensors["scale"], tensors.get("offset")
     if q.dtype not in codes or n is None or k is None or list(q.shape) != [n, k // per_byte]:
         raise KernelError(f"q is {q.dtype} {list(q.shape)}, and {codes[0]} {[n, (k or 0) // per_byte]} belongs here")
     for name, one in (("scale", scale), ("offset", offset)):
@@ -118,8 +68,8 @@ def check_held(
         codes_there = q.unflatten(1, (scale.shape[1], -1))[zero].to(torch.float32)
         if bool((codes_there != zero_code).any()):
             raise KernelError("scale has a zero where the codes in q are not zero: write the checkpoint again")
-    if isinstance(held, OrderedWeight):
-        check_order(held.order, k)
+    if (order := tensors.get("order")) is not None:
+        check_order(order, k)
 
 
 def check_order(order: Tensor, k: int) -> None:

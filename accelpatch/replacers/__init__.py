@@ -14,7 +14,6 @@ from accelpatch.errors import PlanError
 from accelpatch.fusion.layer_replacer import FusedLayerReplacer
 from accelpatch.patching.replacer import Replacer
 from accelpatch.replacers.attention import FlashAttentionReplacer
-from accelpatch.replacers.codebook import FP4WeightOnly, NF4WeightOnly
 from accelpatch.replacers.compact import Compact
 from accelpatch.replacers.experts import FloatExpertsReplacer, Int4Experts, Int8Experts
 from accelpatch.replacers.fp8 import Fp8WeightOnly, W8A8Fp8
@@ -25,7 +24,7 @@ from accelpatch.replacers.int8_opt import Int8OPT
 from accelpatch.replacers.norm import LayerNormReplacer, RMSNormReplacer
 from accelpatch.replacers.rotary import RotaryReplacer
 from accelpatch.replacers.w8a8 import W8A8
-from accelpatch.replacers.weight_only import Int4WeightOnly, Int8WeightOnly
+from accelpatch.replacers.weight_only import FP4WeightOnly, Int4WeightOnly, Int8WeightOnly, NF4WeightOnly
 
 BUILT_IN: tuple[type[Replacer], ...] = (
     Int8WeightOnly,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +13,7 @@ from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.expert_stack import BLOCK
+from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows
 from accelpatch.kernels.ops.experts import experts, packed_experts
 from accelpatch.kernels.ops.experts import gemv as expert_gemv
 from accelpatch.kernels.spec import Spec
@@ -22,7 +23,6 @@ from accelpatch.modules.quantized_experts import PARTS, Held, checked, quantised
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant import int4, int8
-from accelpatch.quant.weight import QuantizedWeight
 from accelpatch.replacers.weight_only import CPU_LIBRARY, dividing, slower
 
 NATIVE, HIP, TRITON = "cpu", "hip", "triton"
@@ -100,7 +100,7 @@ class _QuantizedExperts(Replacer):
         """The kind of offset: "none" or "minimum"."""
         return "none"
 
-    def quantized(self, weight: Tensor, group: int, choice: Choice) -> QuantizedWeight:
+    def quantized(self, weight: Tensor, group: int, choice: Choice) -> Int8Rows | Int4Rows:
         """One expert's matrix [N, K] in the format."""
         raise NotImplementedError
 
@@ -178,7 +178,7 @@ class _QuantizedExperts(Replacer):
             held = stacked([self.quantized(one, group, choice) for one in rows])
             bias = site.original._parameters.get(f"{name}_bias")
             beside = None if bias is None else rows_of(form, f"{name}_bias", bias.detach()).clone()
-            weights[name] = dict(zip(PARTS, (*held, beside), strict=True))
+            weights[name] = {**held, "bias": beside}
         return quantised(site.original, form, weights, self.bits, choice.kernel == NATIVE)
 
     def restore(self, site: Site, choice: Choice, held: Mapping[str, Tensor]) -> nn.Module:
@@ -197,15 +197,15 @@ class _QuantizedExperts(Replacer):
         return [name for name in names if name.startswith(f"{site.path}.")]
 
 
-def stacked(weights: list[QuantizedWeight]) -> QuantizedWeight:
-    """Quantised weights as one, [E, N, ...]; scales in the widest of their dtypes."""
+def stacked(weights: Sequence[Int8Rows | Int4Rows]) -> dict[str, Tensor | None]:
+    """Canonical tensors of quantised weights as one, [E, N, ...]; scales in the widest of their dtypes."""
     scale = [one.scale for one in weights]
     dtype = torch.float32 if any(one.dtype == torch.float32 for one in scale) else scale[0].dtype
-    offsets = [one.offset.to(dtype) for one in weights if one.offset is not None]
-    return QuantizedWeight(
-        torch.stack([one.q for one in weights]), torch.stack([one.to(dtype) for one in scale]),
-        torch.stack(offsets) if offsets else None,
-    )  # fmt: skip
+    offsets = [one.to(dtype) for weight in weights if (one := weight.tensors().get("offset")) is not None]
+    return {
+        "q": torch.stack([one.w for one in weights]), "scale": torch.stack([one.to(dtype) for one in scale]),
+        "offset": torch.stack(offsets) if offsets else None,
+    }  # fmt: skip
 
 
 class Int8Experts(_QuantizedExperts):
@@ -215,7 +215,7 @@ class Int8Experts(_QuantizedExperts):
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list, type(None))}
     bits, scale_bytes, scale_dtype = 8, 4, torch.float32
 
-    def quantized(self, weight: Tensor, group: int, choice: Choice) -> QuantizedWeight:
+    def quantized(self, weight: Tensor, group: int, choice: Choice) -> Int8Rows | Int4Rows:
         return int8.quantize(weight, group_size=group)
 
 
@@ -229,5 +229,5 @@ class Int4Experts(_QuantizedExperts):
     def offset(self, options: Mapping[str, Any]) -> str:
         return "none" if options.get("symmetric", False) else "minimum"
 
-    def quantized(self, weight: Tensor, group: int, choice: Choice) -> QuantizedWeight:
+    def quantized(self, weight: Tensor, group: int, choice: Choice) -> Int8Rows | Int4Rows:
         return int4.quantize(weight, group_size=group, symmetric=choice.detail["offset"] == "none")

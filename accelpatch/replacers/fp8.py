@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.layouts.row_major import FP8, fp8_name
+from accelpatch.kernels.layouts.row_major import FP8, Fp8Rows, RowMajor, fp8_name
+from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.linear import fp8_linear, w8a8_linear
-from accelpatch.modules.fp8_linear import Fp8Linear
-from accelpatch.modules.weight_only import Fp8WeightOnlyLinear, quantized
+from accelpatch.modules.quantized_linear import Fp8Linear, Fp8WeightOnlyLinear, quantized
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
-from accelpatch.quant import QuantizedWeight, fp8
+from accelpatch.quant import fp8
 from accelpatch.quant.weight import check_held
 from accelpatch.replacers.weight_only import HIP, bias_bytes, token_bytes, unfit, weight_of
 
@@ -47,17 +47,19 @@ class Fp8WeightOnly(Replacer):
         return _choice(site, device, kernel, FP8[fnuz], note if reason else "", libraries)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
-        weight = fp8.quantize(weight_of(site.original), fnuz=choice.detail["fnuz"])
-        return self._module(site, weight)
+        return self._module(site, fp8.quantize(weight_of(site.original), fnuz=choice.detail["fnuz"]))
 
-    def restore(self, site: Site, choice: Choice, held: QuantizedWeight) -> nn.Module:
+    def weight(self, choice: Choice, parts: Mapping[str, Tensor | None]) -> RowMajor:
+        return Fp8Rows.of(parts)
+
+    def restore(self, site: Site, choice: Choice, held: Any) -> nn.Module:
         _check_form(held, choice)
         check_held(held, site.n, site.k, (fp8.dtype_of(fnuz=choice.detail["fnuz"]),), (torch.float32,))
         if bool((held.scale < 0).any()):
             raise KernelError(f"scale has {float(held.scale.min())}, and a scale is no negative number")
         return self._module(site, held)
 
-    def _module(self, site: Site, weight: QuantizedWeight) -> nn.Module:
+    def _module(self, site: Site, weight: Fp8Rows) -> nn.Module:
         module: nn.Module = quantized(Fp8WeightOnlyLinear, site.original, weight)
         return module
 
@@ -83,8 +85,8 @@ class W8A8Fp8(Fp8WeightOnly):
         libraries = () if reason else w8a8_linear.libraries(spec, device)
         return _choice(site, device, dispatch.choose(spec.op, spec, device), form, note, libraries)
 
-    def _module(self, site: Site, weight: QuantizedWeight) -> nn.Module:
-        module: nn.Module = quantized(Fp8Linear, site.original, weight)
+    def _module(self, site: Site, weight: Fp8Rows) -> nn.Module:
+        module: nn.Module = quantized(Fp8Linear, site.original, W8A8Rows(*weight.arguments()))
         return module
 
 
@@ -109,12 +111,12 @@ def _name(device: Device) -> str:
     return "a CPU" if device.kind == "cpu" else device.arch
 
 
-def _check_form(held: QuantizedWeight, choice: Choice) -> None:
+def _check_form(held: Fp8Rows, choice: Choice) -> None:
     """Raise KernelError for a weight from a file in another form than the device's."""
     due = fp8.dtype_of(fnuz=choice.detail["fnuz"])
-    if held.q.dtype in FP8 and held.q.dtype != due:
+    if held.w.dtype in FP8 and held.w.dtype != due:
         here = choice.detail["arch"]
         raise KernelError(
-            f"q is {fp8_name(held.q.dtype)}, and {here} takes {fp8_name(due)}, in which the same bits are other "
+            f"q is {fp8_name(held.w.dtype)}, and {here} takes {fp8_name(due)}, in which the same bits are other "
             f"numbers: quantise the float weights for {here}"
         )

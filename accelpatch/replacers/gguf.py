@@ -6,20 +6,21 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.gguf_blocks import FORMS, row_bytes
+from accelpatch.kernels.layouts.gguf_blocks import GgufBlocks as Blocks
+from accelpatch.kernels.layouts.row_major import RowMajor
 from accelpatch.kernels.ops.linear import block_linear, packed_linear
-from accelpatch.modules.block_quant import BlockQuantEmbedding, BlockQuantLinear, BlockQuantModule
+from accelpatch.modules.quantized_linear import BlockQuantEmbedding, BlockQuantLinear, quantized
 from accelpatch.modules.quantized_module import QuantizedModule
-from accelpatch.modules.replacement import adopt
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
-from accelpatch.quant.blocks import BlockWeight, check_blocks
+from accelpatch.quant.blocks import check_blocks
 from accelpatch.replacers.weight_only import NATIVE, bias_bytes, token_bytes, unfit
 
 FLOAT = "its weight is float, and this takes a GGUF file's as they are stored: give a .gguf file, or another recipe"
@@ -69,13 +70,16 @@ class GgufBlocks(Replacer):
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         raise KernelError(FLOAT)
 
-    def restore(self, site: Site, choice: Choice, held: BlockWeight) -> nn.Module:
-        check_blocks(held.q, choice.detail["form"], site.n, site.k)
-        return _module(site.original, held, choice.detail["form"], choice.kernel == NATIVE)
+    def weight(self, choice: Choice, parts: Mapping[str, Tensor | None]) -> RowMajor:
+        return Blocks.of(parts, form=choice.detail["form"])
+
+    def restore(self, site: Site, choice: Choice, held: Any) -> nn.Module:
+        check_blocks(held.w, choice.detail["form"], site.n, site.k)
+        return _module(site.original, held, choice.kernel == NATIVE)
 
     def build_tied(self, site: Site, tied: Site, built: nn.Module) -> nn.Module:
-        assert isinstance(built, BlockQuantModule)
-        return _module(tied.original, built, built.form, built.packable)
+        assert isinstance(built, QuantizedModule)
+        return _module(tied.original, built, built.packable)
 
     def parts(self, site: Site, names: Any) -> list[str] | None:
         return [name for name in (f"{site.path}.q",) if name in names]
@@ -98,9 +102,7 @@ def _kernel(site: Site, form: str, device: Device) -> str:
     return dispatch.choose(op, block_linear.of_shape(site.n, site.k, dtype, form, op=op), device)
 
 
-def _module(original: nn.Module, weight: BlockWeight | QuantizedModule, form: str, packable: bool) -> nn.Module:
-    kind: Any = BlockQuantEmbedding if isinstance(original, nn.Embedding) else BlockQuantLinear
-    module: BlockQuantModule = adopt(kind, original)
-    module.form = form  # before the weight, whose layout depends on it
-    module.hold(weight, original, packable)
+def _module(original: nn.Module, weight: RowMajor | QuantizedModule, packable: bool) -> nn.Module:
+    kind = BlockQuantEmbedding if isinstance(original, nn.Embedding) else BlockQuantLinear
+    module: nn.Module = quantized(kind, original, weight, packable)
     return module

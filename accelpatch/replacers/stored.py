@@ -19,19 +19,13 @@ from torch import Tensor, nn
 from accelpatch.errors import KernelError
 from accelpatch.patching.replacer import Choice
 from accelpatch.patching.stored import Stored, bias_of
-from accelpatch.quant import bitsandbytes_formats, codebook, fp8, int4, int8, packed_formats
+from accelpatch.quant import bitsandbytes_formats, fp8, packed_formats
+from accelpatch.quant.formats import dequantize
 from accelpatch.quant.packed_formats import FP8
 from accelpatch.quant.packing import LESS_ONE
-from accelpatch.quant.weight import OrderedWeight
 from accelpatch.replacers import compressed
 
 Tensors = Mapping[str, Tensor | None]
-FLOATS: Mapping[str, Callable[..., Tensor]] = {
-    "int4_weight_only": int4.dequantize, "int8_weight_only": int8.dequantize, "w8a8": int8.dequantize,
-    "fp8_weight_only": fp8.dequantize, "w8a8_fp8": fp8.dequantize,
-    "nf4_weight_only": partial(codebook.dequantize, codebook="nf4"),
-    "fp4_weight_only": partial(codebook.dequantize, codebook="fp4"),
-}  # fmt: skip
 AT_FIRST_CALL = "GPTQModel packs it anew at its first call"
 REPACKS = "bitsandbytes packs it anew for a CPU at its first call, and rounds its scales"
 UNPACKS = "compressed-tensors unpacks it at its first call"
@@ -81,9 +75,7 @@ def known(module: nn.Module) -> Stored | None:
         found = replace(found, refusal=f"it has modules inside ({next(iter(module._modules))})")
     held = [tensor for tensor in (*tensors.values(), bias_of(module)) if tensor is not None]
     weight = partial(_weight, layout, config, found.n, found.k)
-    return replace(
-        found, bytes=sum(one.nbytes for one in held), weight=weight, floats=partial(_floats, weight, found.replacer)
-    )
+    return replace(found, bytes=sum(one.nbytes for one in held), weight=weight, floats=partial(_floats, weight))
 
 
 def _weight(layout: Layout, config: Mapping[str, Any], n: int, k: int, module: nn.Module) -> Any:
@@ -96,10 +88,8 @@ def _weight(layout: Layout, config: Mapping[str, Any], n: int, k: int, module: n
         return layout.reader(tensors, config, n, k)
 
 
-def _floats(weight: Callable[[nn.Module], Any], replacer: str, module: nn.Module) -> Tensor:
-    held = weight(module)
-    full = FLOATS[replacer](held)
-    return torch.empty_like(full).index_copy_(1, held.order.long(), full) if isinstance(held, OrderedWeight) else full
+def _floats(weight: Callable[[nn.Module], Any], module: nn.Module) -> Tensor:
+    return dequantize(weight(module))
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:

@@ -7,19 +7,21 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accelpatch.device import Device
 from accelpatch.errors import KernelError, PlanError
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.layouts.row_major import Int8Rows, RowMajor
 from accelpatch.kernels.layouts.w8a8_pack import LONGEST
+from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.linear import w8a8_linear, w8a8_packed
 from accelpatch.modules.w8a8_linear import W8A8Linear, w8a8
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
-from accelpatch.quant import QuantizedWeight, int8
+from accelpatch.quant import int8
 from accelpatch.quant.smoothing import LEVELS, SiteStatistics
-from accelpatch.quant.weight import W8A8Weight, check_held
+from accelpatch.quant.weight import check_held
 from accelpatch.replacers.weight_only import (
     CPU_LIBRARY,
     HIP,
@@ -84,29 +86,29 @@ class W8A8(Replacer):
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         stats = stats or SiteStatistics()
         weight = stats.weight(weight_of(site.original))
-        q, scale, _ = int8.quantize(weight) if choice.detail["weights"] == "channel" else _by_tensor(weight)
-        held = W8A8Weight(q, scale, None, _input_scale(choice, stats, weight.device))
-        made: nn.Module = w8a8(site.original, held, stats, choice.kernel == NATIVE)
-        return made
+        made = int8.quantize(weight) if choice.detail["weights"] == "channel" else _by_tensor(weight)
+        held = W8A8Rows(made.w, made.scale, _input_scale(choice, stats, weight.device))
+        return self._module(site, held, stats, choice)
 
-    def restore(self, site: Site, choice: Choice, held: QuantizedWeight | W8A8Weight) -> nn.Module:
+    def weight(self, choice: Choice, parts: Mapping[str, Tensor | None]) -> RowMajor:
+        return W8A8Rows.of(parts)
+
+    def restore(self, site: Site, choice: Choice, held: Any) -> nn.Module:
         check_held(held, site.n, site.k, (torch.int8,), (torch.float32,))
         one = getattr(held, "input_scale", None)
-        if held.offset is not None or held.scale.shape[1] != 1:
+        if held.scale.shape[1] != 1:
             raise KernelError("a w8a8 weight has one scale a row and no offset")
         if one is not None and (one.shape != (1,) or one.dtype != torch.float32 or not 0 < float(one) < float("inf")):
             raise KernelError(f"input_scale is {one.dtype} {one.tolist()}, and one positive float32 belongs here")
-        made: nn.Module = w8a8(
-            site.original,
-            W8A8Weight(held.q, held.scale, None, one),
-            SiteStatistics(),
-            choice.kernel == NATIVE,
-        )
+        return self._module(site, W8A8Rows(held.w, held.scale, one), SiteStatistics(), choice)
+
+    def _module(self, site: Site, weight: W8A8Rows, stats: SiteStatistics, choice: Choice) -> nn.Module:
+        made: nn.Module = w8a8(site.original, weight, stats, choice.kernel == NATIVE)
         return made
 
     def prefetchable(self, site: Site, choice: Choice, built: nn.Module) -> Choice:
         assert isinstance(built, W8A8Linear)
-        kind = "dynamic" if built.input_scale is None else "static"
+        kind = "dynamic" if built.canonical().input_scale is None else "static"
         return replace(choice, kernel=f"{choice.kernel}, {kind}", detail={**choice.detail, "activations": kind})
 
 
@@ -119,11 +121,11 @@ def planned(n: int, k: int, dtype: torch.dtype, device: Device) -> tuple[str, tu
     return chosen, w8a8_linear.libraries(spec, device) if chosen == HIP else ()
 
 
-def _by_tensor(weight: Any) -> QuantizedWeight:
+def _by_tensor(weight: Any) -> Int8Rows:
     """One scale for the whole weight, which each row has."""
     n, k = weight.shape
     flat = int8.quantize(weight.reshape(1, n * k))
-    return QuantizedWeight(flat.q.view(n, k), flat.scale.expand(n, 1).contiguous(), None)
+    return Int8Rows(flat.w.view(n, k), flat.scale.expand(n, 1).contiguous())
 
 
 def _input_scale(choice: Choice, stats: SiteStatistics, device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""int8 and int4 weight-only linear layers; int8 also for an output head and the embedding tied to it."""
+"""Weight-only linear layers: int8, 4 bits and codebooks; int8 also for an output head and the embedding tied to it."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.compiling import libraries as built
-from accelpatch.kernels.layouts import int4_tiles
+from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows, RowMajor
 from accelpatch.kernels.ops.linear import int8_linear, packed_linear, tiled_int4_linear
 from accelpatch.kernels.spec import Spec
 from accelpatch.models.family import EMBEDDING_CLASSES, LINEAR_CLASSES
-from accelpatch.modules.quantized_module import QuantizedModule
-from accelpatch.modules.weight_only import (
+from accelpatch.modules.quantized_linear import (
+    FP4WeightOnlyLinear,
     Int4WeightOnlyLinear,
     Int8Embedding,
     Int8WeightOnlyLinear,
+    NF4WeightOnlyLinear,
     quantized,
     renormalises,
 )  # fmt: skip
+from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
-from accelpatch.quant import QuantizedWeight, int4, int8
-from accelpatch.quant.weight import AnyWeight, OrderedWeight, check_held
+from accelpatch.quant import codebook, int4, int8
+from accelpatch.quant.weight import check_held
 
 INT8_SCALE = 4  # bytes per scale: float32
 NATIVE = "cpu"  # the implementation over packs, the native CPU layout
 CPU_LIBRARY = "cpu"
 HIP = "hip"
-ON_GPU = {
-    "int4_linear": "tiled_int4_linear",
-    "codebook_linear": "tiled_int4_linear",
-}  # operation -> the one over the GPU kernels' layout
+ON_GPU = {"int4_linear": "tiled_int4_linear"}  # operation -> the one over the GPU kernels' layout
+PER_BYTE = {"int8_linear": 1, "int4_linear": 2}  # values of a byte
 LIBRARIES = {"int8_linear": int8_linear.libraries, "tiled_int4_linear": tiled_int4_linear.libraries}
 INT4_SCALE = 2  # bytes per scale: float16
 OFFSET_BYTES = {"none": 0, "minimum": 2, "zero_point": 1}
@@ -76,7 +76,7 @@ def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str
     reason = dispatch.why_not(packed, NATIVE, spec, device)
     if reason is None:
         return NATIVE, ""
-    scale = torch.float32 if op != "int4_linear" else torch.float16
+    scale = scale_dtype(op, offset)
     spec = Spec(op, {"M": 1, "N": site.n, "K": site.k}, dtype, scale, group_size, offset)
     chosen = dispatch.choose(op, spec, device)
     if device.kind == "cpu":
@@ -86,6 +86,11 @@ def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str
         return chosen, ""
     reason = dispatch.why_not(own.op, HIP, own, device)
     return (HIP, "") if reason is None else (chosen, f"{op} by {chosen}, not by the HIP kernels: {reason}")
+
+
+def scale_dtype(op: str, kind: str) -> torch.dtype:
+    """The dtype that a weight's scales usually have."""
+    return torch.float16 if "int4" in op and kind in OFFSET_BYTES else torch.float32
 
 
 def slower(kernel: str, device: Device) -> str:
@@ -104,7 +109,7 @@ def libraries(kernel: str, op: str, site: Site, device: Device, group_size: int,
         return ()
     assert site.n is not None
     assert site.k is not None
-    scale = torch.float16 if op == "tiled_int4_linear" else torch.float32
+    scale = scale_dtype(op, offset)
     spec = Spec(op, {"M": 1, "N": site.n, "K": site.k}, getattr(torch, site.dtype), scale, group_size, offset)
     return () if dispatch.why_not(op, HIP, spec, device) else LIBRARIES[op](spec, device)
 
@@ -118,11 +123,88 @@ def token_bytes(site: Site, resident: int) -> int:
     return resident + (row if any(isinstance(tied.original, nn.Embedding) for tied in site.tied) else 0)
 
 
-class Int8WeightOnly(Replacer):
+class WeightOnly(Replacer):
+    """Base of the formats with scales along K: which group size, by which kernel, and the bytes.
+
+    Of a list of group sizes the first that divides K and that the device's own kernels take is used.
+    """
+
+    module: ClassVar[type[QuantizedModule]]
+    table: ClassVar[type[QuantizedModule] | None] = None  # of embeddings
+    op: ClassVar[str]
+    wanted: ClassVar[Any] = None  # group sizes, where a rule says none
+    dtypes: ClassVar[tuple[torch.dtype, ...]]  # of scales, the usual one first
+    codes: ClassVar[str] = ""
+
+    def quantized(self, weight: Tensor, detail: Mapping[str, Any]) -> RowMajor:
+        """A float weight [N, K] in the format."""
+        raise NotImplementedError
+
+    def kept(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """What the detail of a Choice says of the options, besides the group size. Raises KernelError."""
+        return {}
+
+    def kind(self, detail: Mapping[str, Any]) -> str:
+        """The kind of offset, or the name of the codebook."""
+        return self.codes or "none"
+
+    def scale_bytes(self, detail: Mapping[str, Any]) -> int:
+        """Bytes of a group's scale and offset."""
+        return self.dtypes[0].itemsize
+
+    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        if reason := unfit(site):
+            return Reason(reason)
+        embedding = isinstance(site.original, nn.Embedding)
+        if embedding and self.table is None:
+            return Reason("there is no 4-bit embedding; use int8_weight_only")
+        assert site.n is not None
+        assert site.k is not None
+        wanted, per_byte = options.get("group_size", self.wanted), PER_BYTE[self.op]
+        groups = dividing(wanted, site.k)
+        if not groups or site.k % per_byte:
+            odd = "odd, or " if site.k % per_byte else ""
+            return Reason(f"K = {site.k} is {odd}a multiple of none of the group sizes {wanted}")
+        op = "int8_embedding" if embedding else self.op
+        try:
+            kept = self.kept(options)
+            kind = self.kind(kept)
+            found = [(group, *kernel_for(op, site, device, group, kind)) for group in groups]
+        except KernelError as error:
+            return Reason(str(error))
+        group, kernel, note = next((one for one in found if one[1] in (NATIVE, HIP)), found[0])
+        tables = site.n * (site.k // group) * self.scale_bytes(kept)
+        resident = site.n * site.k // per_byte + tables + bias_bytes(site)
+        return Choice(
+            kernel, site.token_bytes, token_bytes(site, resident), resident, {"group_size": group} | kept, note,
+            libraries=libraries(kernel, ON_GPU.get(self.op, self.op), site, device, group, kind),
+            slower=slower(kernel, device),
+        )  # fmt: skip
+
+    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
+        return self._module(site.original, self.quantized(weight_of(site.original), choice.detail), choice)
+
+    def weight(self, choice: Choice, parts: Mapping[str, Tensor | None]) -> RowMajor:
+        return Int4Rows.of(parts, codes=self.codes) if PER_BYTE[self.op] > 1 else Int8Rows.of(parts)
+
+    def restore(self, site: Site, choice: Choice, held: Any) -> nn.Module:
+        zero = 0 if PER_BYTE[self.op] == 1 else None if self.codes else int4.ZERO_CODE
+        check_held(held, site.n, site.k, (torch.int8,), self.dtypes, zero)
+        due, kind = self.kind(choice.detail), getattr(held, "kind", "none")
+        if kind != due:
+            raise KernelError(f"its offset is {kind}, and {due} belongs here: write the checkpoint again")
+        return self._module(site.original, held, choice)
+
+    def _module(self, original: nn.Module, weight: RowMajor, choice: Choice) -> nn.Module:
+        mixin = self.table if self.table is not None and isinstance(original, nn.Embedding) else self.module
+        module: nn.Module = quantized(mixin, original, weight, choice.kernel == NATIVE)
+        return module
+
+
+class Int8WeightOnly(WeightOnly):
     """Symmetric int8, one float32 scale per output channel (group_size null) or per group of group_size along K.
 
-    half_scales: float16 scales, where they hold the weight's. Of a list of group sizes the first that divides K and
-    that the device's own kernels take is used; GPU kernels take null only.
+    half_scales: float16 scales, where they hold the weight's. GPU kernels take a group size of null only.
     """
 
     name = "int8_weight_only"
@@ -131,103 +213,69 @@ class Int8WeightOnly(Replacer):
         "half_scales": (bool,),
     }
     ties = True
+    module, table, op = Int8WeightOnlyLinear, Int8Embedding, "int8_linear"
+    dtypes = (torch.float32, torch.float16)
 
-    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
-        if reason := unfit(site):
-            return Reason(reason)
-        assert site.n is not None
-        assert site.k is not None
-        wanted = options.get("group_size")
-        groups = dividing(wanted, site.k)
-        if not groups:
-            return Reason(f"K = {site.k} is a multiple of none of the group sizes {wanted}")
-        op = "int8_embedding" if isinstance(site.original, nn.Embedding) else "int8_linear"
-        try:
-            found = [(group, *kernel_for(op, site, device, group, "none")) for group in groups]
-        except KernelError as error:
-            return Reason(str(error))
-        group, kernel, note = next((one for one in found if one[1] in (NATIVE, HIP)), found[0])
-        half = bool(options.get("half_scales", False))
-        scales = site.n * (site.k // group) * (INT4_SCALE if half else INT8_SCALE)
-        resident = site.n * site.k + scales + bias_bytes(site)
-        detail = {"group_size": group} | ({"half_scales": True} if half else {})
-        return Choice(
-            kernel, site.token_bytes, token_bytes(site, resident), resident, detail, note,
-            libraries=libraries(kernel, "int8_linear", site, device, group, "none"), slower=slower(kernel, device),
-        )  # fmt: skip
+    def kept(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {"half_scales": True} if options.get("half_scales", False) else {}
 
-    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
-        half = choice.detail.get("half_scales", False)
-        weight = int8.quantize(weight_of(site.original), group_size=choice.detail["group_size"], half_scales=half)
-        return _as_int8(site.original, weight, choice.kernel == NATIVE)
+    def scale_bytes(self, detail: Mapping[str, Any]) -> int:
+        return INT4_SCALE if detail.get("half_scales") else INT8_SCALE
 
-    def restore(self, site: Site, choice: Choice, held: QuantizedWeight | OrderedWeight) -> nn.Module:
-        check_held(held, site.n, site.k, (torch.int8,), (torch.float32, torch.float16))
-        if held.offset is not None:
-            raise KernelError("an int8 weight has no offset")
-        return _as_int8(site.original, held, choice.kernel == NATIVE)
+    def quantized(self, weight: Tensor, detail: Mapping[str, Any]) -> RowMajor:
+        return int8.quantize(weight, **detail)
 
     def build_tied(self, site: Site, tied: Site, built: nn.Module) -> nn.Module:
-        assert isinstance(built, (Int8WeightOnlyLinear, Int8Embedding))
-        return _as_int8(tied.original, built, built.packable)
+        assert isinstance(built, QuantizedModule)
+        mixin = self.table if isinstance(tied.original, nn.Embedding) else self.module
+        module: nn.Module = quantized(mixin, tied.original, built, built.packable)
+        return module
 
 
-def _as_int8(original: nn.Module, weight: AnyWeight | QuantizedModule, packable: bool) -> nn.Module:
-    kind = Int8Embedding if isinstance(original, nn.Embedding) else Int8WeightOnlyLinear
-    module: nn.Module = quantized(kind, original, weight, packable)
-    return module
-
-
-class Int4WeightOnly(Replacer):
+class Int4WeightOnly(WeightOnly):
     """4-bit weights in groups along K, with a float16 minimum, an integer zero point (zero_point), or symmetric."""
 
     name = "int4_weight_only"
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {
         "group_size": (int, list), "symmetric": (bool,), "zero_point": (bool,)
     }  # fmt: skip
+    module, op, wanted = Int4WeightOnlyLinear, "int4_linear", [128, 64, 32]
+    dtypes = (torch.float16, torch.float32)
 
-    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
-        if reason := unfit(site):
-            return Reason(reason)
-        if isinstance(site.original, nn.Embedding):
-            return Reason("there is no 4-bit embedding; use int8_weight_only")
-        assert site.n is not None
-        assert site.k is not None
-        wanted, symmetric = options.get("group_size", [128, 64, 32]), options.get("symmetric", False)
-        zero_point, offset = options.get("zero_point", False), offset_of(options)
+    def kept(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        symmetric, zero_point = options.get("symmetric", False), options.get("zero_point", False)
         if symmetric and zero_point:
-            return Reason("symmetric and zero_point exclude each other: a symmetric weight has no offset")
-        group = next(iter(dividing(wanted, site.k)), None)
-        if group is None:
-            return Reason(f"K = {site.k} is a multiple of none of the group sizes {wanted}")
-        try:
-            kernel, note = kernel_for("int4_linear", site, device, group, offset)
-        except KernelError as error:
-            return Reason(str(error))
-        tables = site.n * (site.k // group) * (INT4_SCALE + OFFSET_BYTES[offset])
-        resident = site.n * site.k // 2 + tables + bias_bytes(site)
-        detail = {"group_size": group, "symmetric": symmetric} | ({"zero_point": True} if zero_point else {})
-        return Choice(
-            kernel, site.token_bytes, token_bytes(site, resident), resident, detail, note,
-            libraries=libraries(kernel, "tiled_int4_linear", site, device, group, offset),
-            slower=slower(kernel, device),
-        )  # fmt: skip
+            raise KernelError("symmetric and zero_point exclude each other: a symmetric weight has no offset")
+        return {"symmetric": symmetric} | ({"zero_point": True} if zero_point else {})
 
-    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
-        return self._module(site, choice, int4.quantize(weight_of(site.original), **choice.detail))
+    def kind(self, detail: Mapping[str, Any]) -> str:
+        return "none" if detail.get("symmetric") else "zero_point" if detail.get("zero_point") else "minimum"
 
-    def restore(self, site: Site, choice: Choice, held: QuantizedWeight | OrderedWeight) -> nn.Module:
-        check_held(
-            held, site.n, site.k, (torch.int8,), (torch.float16, torch.float32), per_byte=2, zero_code=int4.ZERO_CODE
-        )
-        due, kind = offset_of(choice.detail), int4_tiles.kind_of(held.offset)
-        if kind != due:
-            raise KernelError(f"its offset is {kind}, and {due} belongs here: write the checkpoint again")
-        return self._module(site, choice, held)
+    def scale_bytes(self, detail: Mapping[str, Any]) -> int:
+        return INT4_SCALE + OFFSET_BYTES[self.kind(detail)]
 
-    def _module(self, site: Site, choice: Choice, weight: QuantizedWeight | OrderedWeight) -> nn.Module:
-        module: nn.Module = quantized(Int4WeightOnlyLinear, site.original, weight, choice.kernel == NATIVE)
-        return module
+    def quantized(self, weight: Tensor, detail: Mapping[str, Any]) -> RowMajor:
+        return int4.quantize(weight, **detail)
+
+
+class NF4WeightOnly(WeightOnly):
+    """4-bit codes of nf4 with a float32 scale for each group along K, the group's largest magnitude."""
+
+    name = "nf4_weight_only"
+    options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list)}
+    module: ClassVar[type[QuantizedModule]] = NF4WeightOnlyLinear
+    op, wanted = "int4_linear", [64, 32]
+    dtypes, codes = (torch.float32,), "nf4"
+
+    def quantized(self, weight: Tensor, detail: Mapping[str, Any]) -> RowMajor:
+        return codebook.quantize(weight, group_size=detail["group_size"], codebook=self.codes)
+
+
+class FP4WeightOnly(NF4WeightOnly):
+    """The same with codes of fp4."""
+
+    name = "fp4_weight_only"
+    module, codes = FP4WeightOnlyLinear, "fp4"
 
 
 def dividing(wanted: int | list[int | None] | None, k: int) -> list[int]:
@@ -235,11 +283,6 @@ def dividing(wanted: int | list[int | None] | None, k: int) -> list[int]:
     sizes = wanted if isinstance(wanted, list) else [wanted]
     exact = [k if size is None else size for size in sizes]
     return [size for size in exact if isinstance(size, int) and size > 0 and k % size == 0]
-
-
-def offset_of(options: Mapping[str, Any]) -> str:
-    """The kind of a 4-bit weight's offset, by a rule's options or a Choice's detail."""
-    return "none" if options.get("symmetric") else "zero_point" if options.get("zero_point") else "minimum"
 
 
 def bias_bytes(site: Site) -> int:

@@ -15,7 +15,7 @@ from accelpatch.fusion.adapters import is_adapter, state_of
 from accelpatch.fusion.decoder import layers_in
 from accelpatch.fusion.layer_facts import other_code, other_code_over_cache
 from accelpatch.fusion.spread import is_offloaded, moves_only, offloaded_inside
-from accelpatch.modules.quantized_module import QuantizedModule, packed_modules, take_over
+from accelpatch.modules.quantized_module import quantised_in, take_over
 from accelpatch.modules.replacement import OWN_HOOK
 
 _version = attrgetter("_version")
@@ -72,10 +72,8 @@ class Watch:
         own = written_by_forward(modules)
         self._written = [tensor for tensor in self._tensors if _counts_writes(tensor) and id(tensor) not in own]
         self._versions = list(map(_version, self._written))
-        self._packed = [module for module in packed_modules(model) if not is_offloaded(module)]
-        self._packs = [module.pack for module in self._packed]
-        self._tiled = [module for module in modules if isinstance(module, QuantizedModule) and module.tiles is not None]
-        self._tiles = [module.tiles for module in self._tiled]
+        self._quantised = [module for module in quantised_in(model) if not is_offloaded(module)]
+        self._layouts = [module.own_layout for module in self._quantised]
         self._adapters = [module for module in modules if is_adapter(module)]
         self._flags = grouped(flag_places(model))
 
@@ -101,8 +99,7 @@ class Watch:
             or not all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._held))
             or list(map(Tensor.data_ptr, self._tensors)) != self._pointers
             or list(map(_version, self._written)) != self._versions
-            or not all(map(is_, map(attrgetter("pack"), self._packed), self._packs))
-            or not all(map(is_, map(attrgetter("tiles"), self._tiled), self._tiles))
+            or not all(map(is_, map(attrgetter("own_layout"), self._quantised), self._layouts))
             or values_of(self._plain) != self._values
         )
 

@@ -19,8 +19,6 @@ import accelpatch
 from accelpatch.fusion.fused_model import FUSED
 from accelpatch.fusion.read_layers import fused_model
 from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.layouts.int4_tiles import Tiles
-from accelpatch.modules import weight_only
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
@@ -29,6 +27,7 @@ from accelpatch.runtime.graphs.captured_step import CAPTURED
 from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
 from tests.support.lora import RECIPES, adapted, both_orders, config
 from tests.support.steps import inner, logits, stock
+from tests.support.tiles import with_tiles
 from tests.support.tiny import CAUSAL, full_batch, padded_batch
 
 FUSING = ("llama", "qwen2", "phi3", "gemma2", "gemma3")
@@ -39,7 +38,7 @@ STEPS = 12
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
-    monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: Tiles.pack(*weight))
+    with_tiles(monkeypatch)
 
 
 def patched(name: str = "llama", recipe: str = "exact", **changes: Any) -> Any:

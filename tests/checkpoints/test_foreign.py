@@ -51,8 +51,8 @@ def test_a_weight_takes_no_more_memory_than_in_the_file(name: str) -> None:
     for path, module in model.named_modules():
         if isinstance(module, QuantizedModule):
             stored += sum(held[key].nbytes for part in parts if (key := f"{path}.{part}") in held)
-            buffers = [one for one in module._buffers.values() if one is not None and one is not module.order]
-            ours += sum(one.nbytes for one in buffers) + (0 if module.pack is None else module.pack.nbytes)
+            order = module.layout.order
+            ours += module.layout.nbytes - (0 if order is None else order.nbytes)
     assert 0 < ours <= 1.05 * stored
 
 

@@ -18,7 +18,7 @@ from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.attention import binding as attention
 from accelpatch.kernels.hip.experts import binding as hip_experts
-from accelpatch.kernels.layouts import expert_tiles
+from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.ops.experts import routed_experts
 from accelpatch.kernels.ops.linear import fused_linear
 from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
@@ -126,7 +126,7 @@ def test_experts_that_take_norm_and_choice_in(name: str, waiting: list[str], mon
     asked: list[tuple[Any, ...]] = []
 
     def tiles(up: Any, down: Any, *_: Any) -> Any:
-        made = [expert_tiles.tiled(*(one[part] for part in PARTS), interleaved=one is up) for one in (up, down)]
+        made = [Stack.of_tiles(*(one[part] for part in PARTS), interleaved=one is up) for one in (up, down)]
         return made[0], made[1]
 
     def routed(*args: Any) -> Tensor:

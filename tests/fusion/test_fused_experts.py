@@ -20,9 +20,7 @@ from accelpatch.fusion.read_layers import fused_model, unfit
 from accelpatch.fusion.sparse_layer import FusedSparseLayer
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.triton import launch
-from accelpatch.modules import weight_only
 from accelpatch.modules.quantized_experts import QuantizedExperts
 from accelpatch.recipe.recipe import parse
 from accelpatch.replacers.experts import FloatExpertsReplacer
@@ -31,6 +29,7 @@ from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
 from accelpatch.runtime.graphs.captured_step import CAPTURED
 from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
+from tests.support.tiles import with_tiles
 from tests.support.tiny import CAUSAL, EXPERTS, full_batch, padded_batch, snapshot
 
 NAMES = ("mixtral", "qwen3_moe", "olmoe")
@@ -46,9 +45,6 @@ FORMS = {
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are captured, 4-bit weights lie in tiles, and experts of floats are replaced too."""
 
-    def tiles(weight: Any, dtype: torch.dtype, device: torch.device) -> Any:
-        return Tiles.pack(*weight)
-
     def propose(self: Any, site: Any, options: Any, device: Any) -> Any:
         return original(self, site, options, KNOWN["sm_90"])
 
@@ -57,7 +53,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_installed", lambda: True)
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
-    monkeypatch.setattr(weight_only, "tiles_for", tiles)
+    with_tiles(monkeypatch)
 
 
 def patched(name: str, form: str, verify: bool = False) -> Any:

@@ -17,8 +17,6 @@ from accelpatch.fusion import attention_facts, fused_weights, layer_facts
 from accelpatch.fusion.fused_model import FUSED
 from accelpatch.fusion.read_layers import fused_model
 from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.layouts.int4_tiles import Tiles
-from accelpatch.modules import weight_only
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_graph
@@ -27,6 +25,7 @@ from accelpatch.runtime.graphs.captured_step import CAPTURED
 from tests.fusion.test_fused_layer import apart
 from tests.support.spread import spread
 from tests.support.steps import assert_like_the_stock_loop
+from tests.support.tiles import with_tiles
 from tests.support.tiny import CAUSAL, full_batch, padded_batch
 
 ROWS = "extends: {}\nrules:\n  - name: linear\n    replace: {}\n    options: {}\n"
@@ -77,7 +76,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
-    monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: Tiles.pack(*weight))
+    with_tiles(monkeypatch)
 
 
 def patched(form: str, recipe: str = "exact") -> Any:
@@ -205,9 +204,9 @@ def test_a_gate_and_its_up_lie_paired_once(form: str) -> None:
         fused = fused_model(model)
     for layer, before in zip(model.model.layers, plain.model.layers, strict=True):
         halves, others = layer_facts.inner_of(layer), layer_facts.inner_of(before)
-        assert [half.tiles.part for half in halves] == (["gate", "up"] if len(halves) == 2 else ["both"])
-        assert len({half.tiles.w.data_ptr() for half in halves}) == 1
-        assert halves[0].tiles.w.numel() == sum(other.tiles.w.numel() for other in others)
+        assert [half.layout.part for half in halves] == (["gate", "up"] if len(halves) == 2 else ["both"])
+        assert len({half.layout.w.data_ptr() for half in halves}) == 1
+        assert halves[0].layout.w.numel() == sum(other.layout.w.numel() for other in others)
         x = torch.randn(3, 64)
         for half, other in zip(halves, others, strict=True):
             assert all(torch.equal(*pair) for pair in zip(half.canonical(), other.canonical(), strict=True))
@@ -223,12 +222,12 @@ def test_halves_that_were_paired_come_apart() -> None:
     mlp, before = model.model.layers[0].mlp, plain.model.layers[0].mlp
     first = {name: tensor.clone() for name, tensor in mlp.state_dict().items()}
     mlp.gate_proj.load_state_dict(before.up_proj.state_dict())
-    assert mlp.gate_proj.tiles.part == "all"
+    assert mlp.gate_proj.layout.part == "all"
     assert torch.equal(mlp.up_proj.state_dict()["q"], before.up_proj.state_dict()["q"])
     assert_like_the_stock_loop(model, padded_batch(), 12)
-    assert mlp.gate_proj.tiles.w is mlp.up_proj.tiles.w
+    assert mlp.gate_proj.layout.w is mlp.up_proj.layout.w
     mlp.load_state_dict(first)
     assert_like_the_stock_loop(model, padded_batch(), 12)
     fused_weights.concatenated_linear((mlp.gate_proj, mlp.up_proj), torch.float32)
-    assert mlp.up_proj.tiles.part == "all"
+    assert mlp.up_proj.layout.part == "all"
     assert all(torch.equal(tensor, first[name]) for name, tensor in mlp.state_dict().items())

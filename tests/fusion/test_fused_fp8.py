@@ -54,7 +54,7 @@ def test_q_k_and_v_are_one_weight_of_which_the_modules_have_views() -> None:
     layer, attention = fused.layers[0], model.model.layers[0].self_attn
     assert layer is not None
     assert layer.qkv.weight.w.dtype == FP8[0]
-    assert attention.v_proj.q.untyped_storage().data_ptr() == layer.qkv.weight.w.untyped_storage().data_ptr()
+    assert attention.v_proj.layout.w.untyped_storage().data_ptr() == layer.qkv.weight.w.untyped_storage().data_ptr()
     assert _form(layer.qkv) == _form(layer.gate_up) == (FP8[0], None)
 
 

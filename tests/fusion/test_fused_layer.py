@@ -21,8 +21,7 @@ from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_model import FUSED
 from accelpatch.fusion.read_layers import fused_model
 from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.layouts.int4_tiles import Tiles
-from accelpatch.modules import weight_only
+from accelpatch.modules.packed_weight import PackedWeight
 from accelpatch.recipe.recipe import load, parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs import captured_graph
@@ -32,6 +31,7 @@ from accelpatch.runtime.graphs.captured_step import CAPTURED
 from accelpatch.runtime.graphs.fused_forward import FORWARD
 from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
 from tests.support.spread import spread
+from tests.support.tiles import with_tiles
 from tests.support.tiny import CAUSAL, full_batch, padded_batch
 
 NAMES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
@@ -48,12 +48,9 @@ RECIPES: dict[str, Any] = {
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are captured, int8 weights stay canonical and 4-bit ones lie in tiles."""
 
-    def tiles(weight: Any, dtype: torch.dtype, device: torch.device) -> Any:
-        return Tiles.pack(*weight)
-
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
-    monkeypatch.setattr(weight_only, "tiles_for", tiles)
+    with_tiles(monkeypatch)
 
 
 def patched(name: str = "llama", recipe: str = "exact", **changes: Any) -> Any:
@@ -100,7 +97,7 @@ def storages(model: Any) -> list[list[int]]:
     found = []
     for layer in model.model.layers:
         for group in (layer_facts.qkv_of(layer), layer_facts.inner_of(layer)):
-            weights = [m.tiles.w if m.__dict__.get("tiles") else m.q if hasattr(m, "q") else m.weight for m in group]
+            weights = [m.layout.w for m in group]
             found.append([weight.untyped_storage().data_ptr() for weight in weights])
     return found
 
@@ -134,9 +131,8 @@ def test_weights_loaded_later_are_those_of_the_next_call(recipe: str) -> None:
     model, other = patched("llama", recipe), patched("llama", recipe)
     with torch.no_grad():
         for module in other.modules():
-            for held in (module.tiles.w if module.__dict__.get("tiles") else None, module._buffers.get("q")):
-                if held is not None:
-                    held.copy_(held.flip(0))
+            if isinstance(module, PackedWeight) and module.is_packed:
+                module.layout.w.copy_(module.layout.w.flip(0))
         if recipe == "exact":
             for parameter in other.model.layers.parameters():
                 parameter.mul_(torch.linspace(-1, 1, parameter.shape[0]).view(-1, *[1] * (parameter.dim() - 1)))

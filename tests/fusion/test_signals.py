@@ -64,7 +64,7 @@ def test_down_does_not_start_early_where_it_quantises_its_input() -> None:
 
 def test_down_does_not_wait_where_the_gate_is_a_launch_of_its_own() -> None:
     assert consumed_by_down(product(2 * 5000, 8), product(8, 5000), "gelu") == 0
-    weight = Tiles.pack(*int4.quantize(torch.randn(2 * 4608, 32), group_size=32))
+    weight = Tiles.of(int4.quantize(torch.randn(2 * 4608, 32), group_size=32))
     assert consumed_by_down(FusedLinear(weight), product(8, 4608), "silu") == 0
     assert consumed_by_down(FusedLinear(weight.pair()), product(8, 4608), "silu") == 4096
 

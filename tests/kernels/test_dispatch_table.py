@@ -52,7 +52,6 @@ CHOSEN: dict[tuple[str, int], tuple[Names, Names]] = {
     ("tiled_int4_linear", 128): (rows(HIP, HIP_GEMM, HIP_GEMM, TRITON), rows(HIP, TRITON, TRITON, TRITON)),
     ("tiled_int4_linear", 64): (rows(HIP, TRITON, TRITON, TRITON), rows(HIP, TRITON, TRITON, TRITON)),
     ("int4_linear", 128): (rows(TORCH, TORCH, TORCH, TORCH), rows(TORCH, TORCH, TORCH, TORCH)),
-    ("codebook_linear", 64): (rows(TORCH, TORCH, TORCH, TORCH), rows(TORCH, TORCH, TORCH, TORCH)),
     ("block_linear", 32): (rows(TRITON, TRITON, TRITON, TRITON), rows(TRITON, TRITON, TRITON, TRITON)),
     ("compact_linear", 0): (rows(HIP, HIP, HIP_UNPACK, HIP_UNPACK), rows(HIP, HIP, HIP_UNPACK, HIP_UNPACK)),
     ("fp8_linear", K): (rows(HIP, HIP, HIP, TORCH), rows(HIP, HIP, HIP, TORCH)),

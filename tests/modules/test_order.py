@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from accelpatch.errors import KernelError
-from accelpatch.modules.codebook_linear import NF4WeightOnlyLinear
-from accelpatch.modules.weight_only import Int8Embedding, Int8WeightOnlyLinear, quantized
+from accelpatch.modules.quantized_linear import Int8Embedding, Int8WeightOnlyLinear, NF4WeightOnlyLinear, quantized
 from accelpatch.quant import codebook, int8
-from accelpatch.quant.weight import OrderedWeight
 
 ORDER = torch.arange(64, dtype=torch.int32).flip(0)
 FLOATS = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
@@ -28,10 +26,10 @@ FLOATS = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
 )
 def test_an_order_that_nothing_would_read_is_refused(module: Any, original: Any, weight: Any) -> None:
     with pytest.raises(KernelError, match="order does not belong"):
-        quantized(module, original, OrderedWeight(*weight, ORDER))
+        quantized(module, original, weight.replace(order=ORDER))
 
 
 def test_an_embedding_tied_to_an_ordered_head_is_refused() -> None:
-    head = quantized(Int8WeightOnlyLinear, nn.Linear(64, 32), OrderedWeight(*int8.quantize(FLOATS), ORDER))
+    head = quantized(Int8WeightOnlyLinear, nn.Linear(64, 32), int8.quantize(FLOATS).replace(order=ORDER))
     with pytest.raises(KernelError, match="order does not belong"):
         quantized(Int8Embedding, nn.Embedding(32, 64), head)

@@ -108,7 +108,7 @@ def test_replacements_wait_on_disk_in_files_without_a_name(tmp_path: Path) -> No
     up = model.model.layers[0].mlp.up_proj
     assert isinstance(vars(up)["_hf_hook"], OffloadHook)
     maps = Path("/proc/self/maps").read_text().splitlines()
-    address = up.pack.data.data_ptr()
+    address = up.layout.data.data_ptr()
     (line,) = [line for line in maps if int(line.split("-")[0], 16) <= address < int(line.split("-")[1].split()[0], 16)]
     assert "accelpatch-" in line
     assert sorted(file.name for file in tmp_path.iterdir()) == before

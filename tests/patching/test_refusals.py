@@ -237,7 +237,7 @@ def test_one_module_under_two_names_and_one_parameter_in_three_modules() -> None
     assert {"first", *sites["first"]} == {"first", "again", "other", "third"}
     accelpatch.patch(model, "int8", inputs=[{"x": x}])
     assert model.first is model.again
-    assert model.first.q is model.other.q is model.third.q
+    assert model.first.layout is model.other.layout is model.third.layout
     assert model.first is not model.other
     assert (model(x) - expected).norm() / expected.norm() < 0.05
     assert not model(x).equal(expected)

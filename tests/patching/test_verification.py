@@ -14,9 +14,10 @@ from torch import Tensor, nn
 import accelpatch
 from accelpatch.errors import VerifyError
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows
 from accelpatch.kernels.spec import Implementation
 from accelpatch.patching import verify
-from accelpatch.quant import QuantizedWeight, int4, int8
+from accelpatch.quant import int4, int8
 from accelpatch.recipe import recipe as recipes
 from tests.support.simulated import logits
 from tests.support.tiny import CAUSAL, padded_batch, snapshot
@@ -127,20 +128,20 @@ def test_a_wrong_kernel_is_found_and_its_sites_stay(case: str, monkeypatch: pyte
     assert logits(model, padded_batch()).equal(expected)
 
 
-def wrong_scale(weight: QuantizedWeight) -> QuantizedWeight:
+def wrong_scale(weight: Int8Rows | Int4Rows) -> Int8Rows | Int4Rows:
     scale = weight.scale.clone()
     scale[0] *= 3  # one row of many
-    return weight._replace(scale=scale)
+    return weight.replace(scale=scale)
 
 
-def swapped_rows(weight: QuantizedWeight) -> QuantizedWeight:
-    return QuantizedWeight(weight.q.roll(1, 0), weight.scale, weight.offset)
+def swapped_rows(weight: Int8Rows | Int4Rows) -> Int8Rows | Int4Rows:
+    return weight.replace(w=weight.w.roll(1, 0))
 
 
 @pytest.mark.parametrize("spoil", [pytest.param(wrong_scale, id="scale"), pytest.param(swapped_rows, id="rows")])
 @pytest.mark.parametrize("form, recipe", [pytest.param(int8, "int8", id="int8"), pytest.param(int4, "int4", id="int4")])
 def test_a_wrong_format_is_found(
-    form: Any, recipe: str, spoil: Callable[[QuantizedWeight], QuantizedWeight], monkeypatch: pytest.MonkeyPatch
+    form: Any, recipe: str, spoil: Callable[[Int8Rows | Int4Rows], Int8Rows | Int4Rows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel is right for what it is given, so only the comparison with the original can see this."""
     model = CAUSAL["mistral"].make()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelpatch import quant
 from accelpatch.errors import KernelError
 from accelpatch.quant import int8
+from accelpatch.quant.formats import dequantize
+from accelpatch.quant.weight import check_finite
 from tests.support.parity import name, strided, transposed
 
 
@@ -21,10 +22,10 @@ def test_error_is_half_a_step(dtype: torch.dtype, group_size: int | None) -> Non
     w = weight(7, 65, dtype)
     packed = int8.quantize(w, group_size=group_size)
     groups = 1 if group_size is None else 65 // group_size
-    assert (packed.q.dtype, packed.q.shape, packed.offset) == (torch.int8, (7, 65), None)
+    assert (packed.w.dtype, packed.w.shape) == (torch.int8, (7, 65))
     assert (packed.scale.dtype, packed.scale.shape) == (torch.float32, (7, groups))
     step = packed.scale.repeat_interleave(65 // groups, dim=1)
-    assert bool(((int8.dequantize(packed) - w.float()).abs() <= 0.5001 * step).all())
+    assert bool(((dequantize(packed) - w.float()).abs() <= 0.5001 * step).all())
 
 
 @pytest.mark.parametrize("scale", [2.0**-10, 3.0, 2.0**-120, 2.0**100], ids=["small", "three", "tiny", "huge"])
@@ -33,20 +34,20 @@ def test_exact_on_grid_points(scale: float, group_size: int | None) -> None:
     u = torch.randint(-127, 128, (5, 64), generator=torch.Generator().manual_seed(0))
     u[:, ::32] = 127
     packed = int8.quantize(u * scale, group_size=group_size)
-    assert torch.equal(packed.q, u.to(torch.int8))
-    assert torch.equal(int8.dequantize(packed), u * scale)
+    assert torch.equal(packed.w, u.to(torch.int8))
+    assert torch.equal(dequantize(packed), u * scale)
 
 
 def test_negation_is_symmetric() -> None:
     w = weight(3, 64)
-    assert torch.equal(int8.quantize(w).q, -int8.quantize(-w).q)
+    assert torch.equal(int8.quantize(w).w, -int8.quantize(-w).w)
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, 3.4e38, -65504.0], ids=str)
 def test_extreme_rows_stay_finite(value: float) -> None:
     w = torch.full((2, 6), value)
     w[1] = 0
-    back = int8.dequantize(int8.quantize(w))
+    back = dequantize(int8.quantize(w))
     assert bool(torch.isfinite(back).all())
     assert bool(((back - w).abs() <= 2e-43 + w.abs() * 2.0**-22).all())
     assert torch.equal(back[1], w[1])
@@ -56,9 +57,9 @@ def test_extreme_rows_stay_finite(value: float) -> None:
 def test_views_give_the_same(view: object) -> None:
     w = weight(9, 64)
     one, other = int8.quantize(w, group_size=32), int8.quantize(view(w), group_size=32)
-    assert torch.equal(one.q, other.q)
+    assert torch.equal(one.w, other.w)
     assert torch.equal(one.scale, other.scale)
-    assert other.q.is_contiguous()
+    assert other.w.is_contiguous()
     assert other.scale.is_contiguous()
 
 
@@ -91,7 +92,7 @@ def test_not_finite_names_the_place(value: float) -> None:
     w = weight(3, 64)
     w[1, 5] = value
     with pytest.raises(KernelError, match=r"layers\.3\.weight\[1, 5\] is .*1 of 192 values"):
-        quant.check_finite(w, "layers.3.weight")
+        check_finite(w, "layers.3.weight")
     with pytest.raises(KernelError, match=r"weight\[1, 5\]"):
         int8.quantize(w)
-    quant.check_finite(weight(3, 64), "fine")
+    check_finite(weight(3, 64), "fine")

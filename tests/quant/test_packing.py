@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
+from accelpatch.kernels.layouts.row_major import Int4Rows
 from accelpatch.quant import int4, int8, packing
-from accelpatch.quant.weight import QuantizedWeight
+from accelpatch.quant.formats import dequantize
 
 N, K = 16, 64
 
 
-def weight(group_size: int = 32) -> QuantizedWeight:
+def weight(group_size: int = 32) -> Int4Rows:
     """A symmetric 4-bit weight; half of its scales are negative."""
     made = int4.quantize(torch.randn(N, K, generator=torch.Generator().manual_seed(2)), group_size=group_size,
                          symmetric=True)  # fmt: skip
@@ -33,23 +34,23 @@ def numbers(made: packing.Coded) -> Tensor:
 
 @pytest.mark.parametrize("size", [32, 16, 8], ids=str)
 def test_cut_groups_are_the_same_weight(size: int) -> None:
-    made = packing.coded(weight(), 4, None, size)
+    made = packing.coded(weight(), size)
     assert made.scale.shape == (N, K // size)
-    assert torch.equal(numbers(made), int4.dequantize(weight()))
+    assert torch.equal(numbers(made), dequantize(weight()))
 
 
 def test_eight_bits_are_the_same_weight() -> None:
     held = int8.quantize(torch.randn(N, K), group_size=32)
-    assert torch.equal(numbers(packing.coded(held, 8, None, 32)), int8.dequantize(held))
+    assert torch.equal(numbers(packing.coded(held, 32)), dequantize(held))
 
 
 def test_sorted_columns_go_back_to_their_inputs() -> None:
     order = torch.randperm(K, generator=torch.Generator().manual_seed(3)).to(torch.int32)
-    made = packing.coded(weight(), 4, order, 16)
+    made = packing.coded(weight().replace(order=order), 16)
     assert made.groups is not None
     assert made.groups.bincount().tolist() == [16] * 4
     due = torch.empty(N, K)
-    due[:, order.long()] = int4.dequantize(weight())  # column c is input order[c]
+    due[:, order.long()] = dequantize(weight())  # column c is input order[c]
     assert torch.equal(numbers(made), due)
 
 
@@ -92,9 +93,9 @@ def test_a_group_of_nothing_gets_a_scale(bits: int) -> None:
     full = torch.randn(N, K)
     full[3, 32:] = 0
     held = int4.quantize(full, group_size=32, symmetric=True) if bits == 4 else int8.quantize(full, group_size=32)
-    made = packing.coded(held, bits, None, 32)
+    made = packing.coded(held, 32)
     assert bool((made.scale != 0).all())
-    assert torch.equal(numbers(made), (int4 if bits == 4 else int8).dequantize(held))
+    assert torch.equal(numbers(made), dequantize(held))
     row = packing.rows(torch.zeros(2, 4, dtype=torch.int8), torch.zeros(2, 1), None, torch.float32)
     assert row["weight_scale"].tolist() == [[1.0], [1.0]]
 

@@ -154,7 +154,7 @@ def test_weights_are_laid_together_once() -> None:
     layer, one = model.model.layers[0], fused.layers[0]
     parts = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
     whole = one.qkv.weight.w  # type: ignore[union-attr]
-    assert {part.tiles.w.untyped_storage().data_ptr() for part in parts} == {whole.untyped_storage().data_ptr()}
+    assert {part.layout.w.untyped_storage().data_ptr() for part in parts} == {whole.untyped_storage().data_ptr()}
     assert layer.mlp.gate_proj.tiles.w is layer.mlp.up_proj.tiles.w
     assert layer.mlp.gate_proj.tiles.part == "gate"
 

@@ -11,7 +11,7 @@ import torch
 import accelpatch
 from accelpatch.device import KNOWN
 from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.layouts import expert_tiles
+from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.triton import launch
 from accelpatch.modules import quantized_experts
 from accelpatch.modules.quantized_experts import QuantizedExperts
@@ -46,7 +46,7 @@ def experts_of(model: Any) -> list[QuantizedExperts]:
 def _tiles(up: Any, down: Any, *rest: Any) -> Any:
     parts = ("q", "scale", "offset", "bias")
     up, down = ([held[part] for part in parts] for held in (up, down))
-    return expert_tiles.tiled(*up, interleaved=True), expert_tiles.tiled(*down, interleaved=False)
+    return Stack.of_tiles(*up, interleaved=True), Stack.of_tiles(*down, interleaved=False)
 
 
 def test_experts_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

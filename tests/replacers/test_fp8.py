@@ -11,7 +11,7 @@ from torch import nn
 import accelpatch
 from accelpatch.device import KNOWN
 from accelpatch.kernels import dispatch
-from accelpatch.modules.weight_only import Fp8WeightOnlyLinear
+from accelpatch.modules.quantized_linear import Fp8WeightOnlyLinear
 from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
 from accelpatch.recipe.recipe import parse
@@ -59,10 +59,9 @@ def test_patched_moved_and_undone() -> None:
     assert isinstance(layer, Fp8WeightOnlyLinear)
     held = copy.deepcopy(layer.canonical())
     model.half()
-    assert layer.q is not None
-    assert layer.q.dtype == torch.float8_e4m3fn
-    assert torch.equal(layer.q.float(), held.q.float())
-    assert torch.equal(layer.scale, held.scale)
+    assert layer.layout.w.dtype == torch.float8_e4m3fn
+    assert torch.equal(layer.layout.w.float(), held.w.float())
+    assert torch.equal(layer.layout.scale, held.scale)
     model.float()
     accelpatch.unpatch(model)
     state = model.state_dict()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -12,15 +13,16 @@ import accelpatch
 from accelpatch.device import KNOWN, Device, probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.int4_tiles import Tiles
+from accelpatch.kernels.layouts.row_major import Int4Rows
 from accelpatch.kernels.ops.linear import float_linear, int8_linear, tiled_int4_linear
 from accelpatch.kernels.spec import Spec
-from accelpatch.modules import weight_only
+from accelpatch.modules.quantized_linear import Int4WeightOnlyLinear, quantized
 from accelpatch.modules.replacement import copy_with_parts
-from accelpatch.modules.weight_only import Int4WeightOnlyLinear, quantized
 from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
 from accelpatch.quant import int4
 from accelpatch.replacers import registry
+from tests.support.tiles import with_tiles
 from tests.support.tiny import CAUSAL
 
 H200, MI300X = KNOWN["sm_90"], KNOWN["gfx942"]
@@ -117,53 +119,52 @@ def test_sizes_out_of_range_and_a_missing_compiler(monkeypatch: pytest.MonkeyPat
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules that are not packed for a CPU hold what they would hold on a GPU."""
-    monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: Tiles.pack(*weight))
+    with_tiles(monkeypatch)
 
 
-def module(offset: str, k: int = 192) -> tuple[Int4WeightOnlyLinear, tuple[torch.Tensor | None, ...]]:
+def module(offset: str, k: int = 192) -> tuple[Int4WeightOnlyLinear, Int4Rows]:
     torch.manual_seed(1)
     original = nn.Linear(k, 37)
     weight = int4.quantize(original.weight, group_size=64, symmetric=offset == "none")
     if offset == "zero_point":
-        weight = weight._replace(offset=torch.randint(0, 16, weight.scale.shape, dtype=torch.int8))
-    return quantized(Int4WeightOnlyLinear, original, weight), tuple(weight)
+        weight = weight.replace(offset=torch.randint(0, 16, weight.scale.shape, dtype=torch.int8))
+    return quantized(Int4WeightOnlyLinear, original, weight), weight
 
 
-def equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.dtype == other.dtype and torch.equal(one, other)
+def equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    same = one.keys() == other.keys() and all(one[name].dtype == other[name].dtype for name in one)
+    return same and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("offset", ["none", "minimum", "zero_point"])
 def test_a_module_holds_tiles_and_gives_the_canonical_weight(offset: str) -> None:
     tiled, canonical = module(offset)
-    assert tiled.tiles is not None
-    assert tiled.q is tiled.scale is tiled.offset is None
-    assert all(map(equal, tiled.canonical(), canonical))
+    assert isinstance(tiled.layout, Tiles)
+    assert equal(tiled.canonical().tensors(), canonical.tensors())
     state = tiled.state_dict()
-    assert all(equal(state.get(name), due) for name, due in zip(("q", "scale", "offset"), canonical, strict=True))
+    assert equal({name: one for name, one in state.items() if name != "bias"}, canonical.tensors())
     again, _ = module(offset)
     again.load_state_dict({name: value.clone() for name, value in state.items()})
-    assert again.tiles is not None
+    assert isinstance(again.layout, Tiles)
     for one in (again, copy_with_parts(tiled, {}), tiled.to(torch.float16)):
-        assert all(map(equal, one.canonical(), canonical))
+        assert equal(one.canonical().tensors(), canonical.tensors())
     ran = dispatch.calls["tiled_int4_linear", "torch"]
     x = torch.randn(3, 192)
-    due = dispatch.kernel("int4_linear").reference(x, *canonical, again.bias)
+    due = dispatch.kernel("int4_linear").reference(x, *canonical.arguments(), again.bias)
     torch.testing.assert_close(again(x), due, rtol=1e-4, atol=1e-5)
     assert dispatch.calls["tiled_int4_linear", "torch"] == ran + 1
 
 
 def test_a_module_that_moves_leaves_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: Tiles.pack(*weight))
+    with_tiles(monkeypatch)
     tiled, canonical = module("minimum")
-    monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: None)
+    with_tiles(monkeypatch, lambda rows, dtype: None)
     moved = tiled.to("meta")
-    assert moved.tiles is None
-    assert [tensor.shape for tensor in (moved.q, moved.scale, moved.offset)] == [tensor.shape for tensor in canonical]
-    assert moved.q.device.type == "meta"
+    assert isinstance(moved.layout, Int4Rows)
+    found, due = moved.layout.tensors(), canonical.tensors()
+    assert {name: one.shape for name, one in found.items()} == {name: one.shape for name, one in due.items()}
+    assert moved.layout.w.device.type == "meta"
 
 
 def test_the_exact_recipe_on_a_cpu_says_why_its_products_stay() -> None:

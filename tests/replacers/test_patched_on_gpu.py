@@ -7,7 +7,9 @@ import torch
 
 import accelpatch
 from accelpatch.kernels import dispatch
-from accelpatch.modules.weight_only import Int4WeightOnlyLinear
+from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.kernels.layouts.int4_tiles import Tiles
+from accelpatch.modules.quantized_linear import Int4WeightOnlyLinear
 from tests.support.tiny import CAUSAL, VOCABULARY
 
 HERE = torch.cuda.is_available()
@@ -42,11 +44,11 @@ def test_int4_moves_to_the_cpu_and_back_bit_for_bit() -> None:
     accelpatch.patch(model, "int4", verify=False)
     layer = model.model.layers[0].mlp.down_proj
     assert isinstance(layer, Int4WeightOnlyLinear)
-    assert layer.tiles is not None
+    assert isinstance(layer.layout, Tiles)
     state = {key: value.cpu() for key, value in model.state_dict().items()}
     model.cpu()
-    assert layer.tiles is None
+    assert isinstance(layer.layout, Pack)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     model.cuda()
-    assert layer.tiles is not None
+    assert isinstance(layer.layout, Tiles)
     assert all(torch.equal(value.cpu(), state[key]) for key, value in model.state_dict().items())

@@ -13,14 +13,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import accelpatch
 from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.layouts.int4_tiles import Tiles
-from accelpatch.modules import weight_only
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
 from tests.support.simulated import simulated
 from tests.support.spread import spread
 from tests.support.steps import logits as steps
 from tests.support.steps import stock
+from tests.support.tiles import with_tiles
 from tests.support.tiny import CAUSAL, full_batch, padded_batch
 
 RECIPES = ("exact", "int8", "int4")
@@ -34,7 +33,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "gpu":
         monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
         monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
-        monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: Tiles.pack(*weight))
+        with_tiles(monkeypatch)
     return str(request.param)
 
 

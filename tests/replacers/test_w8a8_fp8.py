@@ -21,7 +21,7 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import FP8, fp8_name
 from accelpatch.kernels.triton import launch
-from accelpatch.modules.fp8_linear import Fp8Linear
+from accelpatch.modules.quantized_linear import Fp8Linear
 from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
 from accelpatch.quant import fp8
@@ -62,8 +62,7 @@ def test_planned_in_the_form_of_the_arch(arch: str, form: str, monkeypatch: pyte
     assert choice.resident_after == 48 * 256 + 48 * 4
     built = REPLACER.build(site(linear()), choice)
     assert isinstance(built, Fp8Linear)
-    assert built.q is not None
-    assert fp8_name(built.q.dtype) == form
+    assert fp8_name(built.layout.w.dtype) == form
 
 
 def test_planned_for_a_cpu() -> None:
@@ -177,9 +176,9 @@ def test_written_cast_and_moved() -> None:
     with torch.no_grad():
         layer.weight.copy_(weight)
     due = fp8.quantize(weight)
-    assert torch.equal(layer.q.float(), due.q.float())
+    assert torch.equal(layer.layout.w.float(), due.w.float())
     model.half()
-    assert (layer.q.dtype, layer.scale.dtype) == (FP8[0], torch.float32)
+    assert (layer.layout.w.dtype, layer.layout.scale.dtype) == (FP8[0], torch.float32)
     assert logits(model).isfinite().all()
     with torch.inference_mode():
         assert layer(torch.randn(2, 3, 64, dtype=torch.float16)).dtype == torch.float16

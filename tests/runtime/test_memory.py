@@ -72,7 +72,7 @@ def test_tiles_that_are_paired_are_let_go(monkeypatch: pytest.MonkeyPatch) -> No
 
     def noted(modules: Any, *args: Any) -> Any:
         alive.append(sum(one() is not None for one in before))
-        before.extend(weakref.ref(module.tiles.w) for module in modules)
+        before.extend(weakref.ref(module.layout.w) for module in modules)
         return gated_linear(modules, *args)
 
     as_on_a_gpu(monkeypatch)

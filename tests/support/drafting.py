@@ -13,15 +13,14 @@ from torch import Tensor
 
 import accelpatch
 from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.ops.linear import fused_linear
-from accelpatch.modules import weight_only
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation import prompt_lookup
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.generation.prompt_lookup import DRAFTS
 from accelpatch.runtime.graphs import captured_graph
 from accelpatch.runtime.graphs.captured_graph import EagerGraph
+from tests.support.tiles import with_tiles
 from tests.support.tiny import CAUSAL
 
 RULES = {
@@ -41,7 +40,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
-    monkeypatch.setattr(weight_only, "tiles_for", lambda weight, dtype, device: Tiles.pack(*weight))
+    with_tiles(monkeypatch)
     monkeypatch.setattr(fused_linear.FusedLinear, "_by_operations", row_by_row)
 
 

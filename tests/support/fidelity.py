@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.quant import int4, int8
+from accelpatch.quant.formats import dequantize
 
 #: the embedded model's own grid has blocks of 32 along K: Q4_1 in the layers, Q8_0 in the embedding
 BLOCK = 32
@@ -90,9 +91,9 @@ def simulate(model: nn.Module, format: Format) -> nn.Module:
 def _round_trip(weight: Tensor, format: Format, head: bool) -> Tensor:
     group_size = first_dividing(format.head if head else format.group_size, weight.shape[1])
     if head or format.bits == 8:
-        return int8.dequantize(int8.quantize(weight, group_size=group_size), weight.dtype)
+        return dequantize(int8.quantize(weight, group_size=group_size), weight.dtype)
     assert group_size is not None
-    return int4.dequantize(int4.quantize(weight, group_size=group_size, symmetric=format.symmetric), weight.dtype)
+    return dequantize(int4.quantize(weight, group_size=group_size, symmetric=format.symmetric), weight.dtype)
 
 
 def english_tokens(tokenizer: Any, n: int, window: int = 256) -> Tensor:

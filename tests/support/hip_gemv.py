@@ -19,6 +19,7 @@ from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import compact_tiles, int4_tiles, tiling
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.quant import fp8, int4, int8
+from accelpatch.quant.formats import dequantize
 
 FP8_FORMS = tuple(FP8)
 
@@ -148,7 +149,7 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, interleaved: bool = False,
     if name in ("int8", "fp8", W8A8, W8A8_FP8):
         quant = fp8 if name in ("fp8", W8A8_FP8) else int8
         rows = quant.quantize(w)
-        return Packed(form, n, k, rows.q, rows.scale, dense=quant.dequantize(rows, torch.float64) if dense else None)
+        return Packed(form, n, k, rows.w, rows.scale, dense=dequantize(rows, torch.float64) if dense else None)
     codes, table, offset = _affine(w, form, dtype)
     meaning = _dense(codes, table, offset, form, k) if dense else None
     flat = codes.flatten(1)[:, :k]

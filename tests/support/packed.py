@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import accelpatch
 from accelpatch.device import KNOWN
 from accelpatch.quant import fp8, int4, int8
+from accelpatch.quant.formats import dequantize
 from accelpatch.recipe.recipe import parse
 from tests.support.tiny import CAUSAL
 
@@ -65,11 +66,11 @@ def rounded(module: Any, weight: Tensor) -> Tensor:
     kind, dtype, numbers = type(module).__name__[:4], weight.dtype, full
     group = 32 if full.shape[1] % 64 else 64
     if kind == "Int8":
-        numbers = int8.dequantize(int8.quantize(full, group_size=group), dtype)
+        numbers = dequantize(int8.quantize(full, group_size=group), dtype)
     elif kind == "Int4":
-        numbers = int4.dequantize(int4.quantize(full, group_size=group), dtype)
+        numbers = dequantize(int4.quantize(full, group_size=group), dtype)
     elif kind == "Fp8W":
-        numbers = fp8.dequantize(fp8.quantize(full), dtype)
+        numbers = dequantize(fp8.quantize(full), dtype)
     else:
         assert kind == "Comp"  # nothing is rounded
     return numbers.t() if module.transposed else numbers

@@ -28,14 +28,14 @@ def random_pack(op: str, rng: random.Random, generator: torch.Generator, dtype: 
     m, n, k, group = rng.choice(M), rng.randint(1, 70), 32 * rng.randint(1, 9), rng.choice((32, None))
     w = torch.randn(n, k, generator=generator)
     if op == "packed_embedding":
-        pack = Pack.pack(*int8.quantize(w, group_size=group)[:2], bits=8)
+        pack = Pack.of(int8.quantize(w, group_size=group))
         return torch.randint(0, n, (m, 3), generator=generator), dtype, *pack.arguments()
     x, bias = torch.randn(m, k, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype)
     if rng.random() < 0.4:
         return foreign(rng.choice(FOREIGN), (m, n, k), dtype, rng.randint(0, 99))
     if rng.random() < 0.5:
-        return x, *Pack.pack(*int8.quantize(w, group_size=group)[:2], bits=8).arguments(), bias
-    pack = Pack.pack(*int4.quantize(w, group_size=32, symmetric=rng.random() < 0.5), bits=4)
+        return x, *Pack.of(int8.quantize(w, group_size=group)).arguments(), bias
+    pack = Pack.of(int4.quantize(w, group_size=32, symmetric=rng.random() < 0.5))
     return x, *pack.arguments(), None
 
 
@@ -111,7 +111,7 @@ def random_tiles(rng: random.Random, generator: torch.Generator, dtype: torch.dt
     q = torch.randint(-128, 128, (n, k // 2), generator=generator, dtype=torch.int8)
     scale = (torch.rand(n, k // group if group else 1, generator=generator) / 100).half()
     if group in (32, 64) and k > group and rng.random() < 0.5:
-        return x, *Tiles.of_codes(q, scale.float(), codebook), rng.choice((None, bias))
+        return x, *Tiles.pack(q, scale.float(), codes=codebook), rng.choice((None, bias))
     zero = torch.randint(0, 16, scale.shape, generator=generator, dtype=torch.int32)
     offset = rng.choice((None, -8 * scale, zero))
     return x, *Tiles.pack(q, scale, offset), rng.choice((None, bias))
@@ -167,11 +167,8 @@ def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: 
     if op == "int4_linear":
         minimum = torch.randn(n, groups, generator=generator) / 10
         zero = torch.randint(0, 16, (n, groups), generator=generator, dtype=torch.int32)
-        return x, q[:, ::2].contiguous(), scale, rng.choice((None, minimum, zero)), bias
-    if op == "codebook_linear":
-        q = torch.randint(-128, 128, (n, groups * (k // groups)), generator=generator, dtype=torch.int8)
-        x = torch.randn(m, 2 * q.shape[1], generator=generator).to(dtype)
-        return x, q, scale, rng.choice(("nf4", "fp4")), bias
+        codes = rng.choice(("", "nf4", "fp4"))
+        return x, q[:, ::2].contiguous(), scale, None if codes else rng.choice((None, minimum, zero)), codes, bias
     if op == "int8_embedding":
         return torch.randint(0, n, (m, 3), generator=generator), q, scale, dtype
     if op in ("rmsnorm", "add_rmsnorm", "rmsnorm_add", "reorder"):

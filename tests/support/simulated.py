@@ -12,6 +12,7 @@ from accelpatch.kernels.check import parity
 from accelpatch.patching.entry import Entry
 from accelpatch.patching.plan import Plan
 from accelpatch.quant import int4, int8
+from accelpatch.quant.formats import dequantize
 
 
 def simulated(model: nn.Module, plan: Plan, dtype: torch.dtype) -> nn.Module:
@@ -56,7 +57,7 @@ def _round_experts(copied: nn.Module, original: nn.Module, entry: Entry, dtype: 
                 held = int4.quantize(one, group_size=group, symmetric=detail["offset"] == "none")
             else:
                 held = int8.quantize(one, group_size=group)
-            full = (int4 if four else int8).dequantize(held, dtype)
+            full = dequantize(held, dtype)
             place.data[expert] = full.t() if detail["form"].transposed else full
 
 

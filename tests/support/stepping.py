@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, NormWeight, StepShape
 from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.kernels.layouts.pack_tensors import in_one_block
 from accelpatch.kernels.ops.linear import packed_linear
 from accelpatch.quant import int4, int8
 
@@ -20,12 +21,12 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu",
 
 def as_int8(weight: Tensor, bias: Tensor | None) -> Pack:
     made = int8.quantize(weight, group_size=None)
-    return Pack.pack(made.q, made.scale, bits=8, bias=bias)
+    return Pack.pack(made.w, made.scale, bits=8, bias=bias)
 
 
 def as_int4(weight: Tensor, bias: Tensor | None) -> Pack:
     made = int4.quantize(weight, group_size=32, symmetric=False)
-    return Pack.pack(made.q, made.scale, made.offset, bits=4, bias=bias)
+    return Pack.pack(made.w, made.scale, made.offset, bits=4, bias=bias)
 
 
 def as_dense(weight: Tensor, bias: Tensor | None) -> Pack:
@@ -61,7 +62,7 @@ def build(model: PreTrainedModel, quantize: Quantize, max_batch: int, length: in
     names = list(rope)
     layers = [layer_weights(layer, config, quantize, plus_one, names) for layer in decoder.layers]
     order = [pack for layer in layers for pack in layer.linears.values()] + [head]
-    moved = dict(zip(map(id, order), Pack.in_one_block(order), strict=True))
+    moved = dict(zip(map(id, order), in_one_block(order), strict=True))
     layers = [
         replace(layer, linears={name: moved[id(pack)] for name, pack in layer.linears.items()}) for layer in layers
     ]

@@ -5,28 +5,23 @@ and take 4 bits. A value outside the window is an *outlier*: kept whole, with it
 Variable-length codes of exponents: Zhang et al. 2025, "70% Size, 100% Accuracy", arXiv:2504.11651. This code has a
 fixed length, so that two values take three to four instructions on their way into the matrix unit.
 
-The layout of a tile is described at `Compact` in hip/gemv/formats.h. The rows of gate and up can be interleaved, as in
-int4_tiles.py.
+The layout of a tile is described at `Compact` in hip/gemv/formats.h. The rows of gate and up can be interleaved
+(tiled.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.exponent_windows import WINDOW, outside_of, windows
-from accelpatch.kernels.layouts.layout import (
-    WeightArguments,
-    concatenated_tiles,
-    nbytes_of,
-    split_tiles,
-    why_not_concat_tiles,
-    why_not_split,
-)
+from accelpatch.kernels.layouts.layout import WeightArguments
+from accelpatch.kernels.layouts.row_major import Plain
+from accelpatch.kernels.layouts.tiled import Tiled
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
 
 STEP, STEP_BYTES = 64, 1536  # values of K per tile, and bytes per tile
@@ -40,11 +35,12 @@ BLOCK = 1 << 24  # values encoded at once
 SHIFTS = (7, 23, 11, 27, 3, 19)  # bit positions of six of a word's eight exponents; two wrap around the ends
 
 
-class CompactTiles(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class CompactTiles(Tiled):
     """w[tiles, steps, 1536] uint8, scale[tiles, 16] float32, outliers[tiles, 16, E] int32 of a weight[n, k].
 
     scale: a power of two per row, or 0. outliers: the column in the lower 16 bits, the value's bits in the upper 16, or
-    NONE; a row's outliers come first, sorted by column. part: as in int4_tiles.Tiles.
+    NONE; a row's outliers come first, sorted by column. part: as in tiled.py.
     """
 
     w: Tensor
@@ -53,31 +49,24 @@ class CompactTiles(NamedTuple):
     n: int
     k: int
     part: str = "all"
+    order: None = None
 
-    @property
-    def rows(self) -> int:
-        """Rows in the tiles."""
-        return self.n if self.part in ("all", "both") else 2 * self.n
-
-    @property
-    def tiled(self) -> bool:
-        """Whether rows lie in tiles."""
-        return True
-
-    @property
-    def whole_rows(self) -> bool:
-        """A launch may begin with the first columns of x."""
-        return False
+    def arguments(self) -> tuple[Any, ...]:
+        """What `compact_linear` takes between x and the bias."""
+        return self.w, self.scale, self.outliers, self.n, self.k, self.part
 
     @property
     def format(self) -> tuple[Any, ...]:
         """Weights of one format can be concatenated."""
         return CompactTiles, self.k
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes, scales and outliers."""
-        return nbytes_of(self)
+    def why_not_fused(self, dtype: torch.dtype) -> str | None:
+        """12-bit weights need bfloat16."""
+        return None if dtype == torch.bfloat16 else f"its activations are {dtype}, and 12-bit weights need bfloat16"
+
+    def canonical(self) -> Plain:
+        """The weight that it was made of."""
+        return Plain(self.unpack())
 
     @classmethod
     def pack(cls, weight: Tensor) -> CompactTiles:
@@ -98,7 +87,7 @@ class CompactTiles(NamedTuple):
 
     def unpack(self) -> Tensor:
         """weight[N, K] bfloat16; the inverse of `pack`."""
-        w, scale, outliers, n, k, _ = self.alone()
+        w, scale, outliers, n, k, _ = self.alone().arguments()
         steps = w.shape[1]
         first, second, third, fourth = w[..., :PLAIN_BYTES].reshape(-1, steps, 2, 8, 4, 4, 4).unbind(-1)
         order = [first & 127 | second & 128, third & 127 | fourth & 128, second & 127 | first & 128]
@@ -121,10 +110,6 @@ class CompactTiles(NamedTuple):
         bits[row, found & 0xFFFF] = (found >> 16).to(torch.int16)
         return bits.view(torch.bfloat16)
 
-    def arguments(self) -> tuple[Any, ...]:
-        """What `compact_linear` takes between x and the bias."""
-        return tuple(self)
-
     def launch(self) -> WeightArguments:
         """The arguments of a launch of gemv_compact or unpack_compact."""
         w, scale, outliers = self.w.contiguous(), self.scale.contiguous(), self.outliers.contiguous()
@@ -134,54 +119,29 @@ class CompactTiles(NamedTuple):
             "gemv_compact", self.rows, self.k, w, None, scale, outliers, group_shift=fours, prefetchable=prefetchable
         )
 
-    def alone(self) -> CompactTiles:
-        """The same rows in tiles of their own; a copy where they were interleaved with others."""
-        if self.part == "all":
-            return self
-
-        def own(table: Tensor) -> Tensor:
-            gate, up = _eights(table).unbind(1)
-            rows = {"gate": gate, "up": up}.get(self.part)
-            return _of_eights((torch.cat([gate, up]) if rows is None else rows).unflatten(0, (-1, 2)))
-
-        return CompactTiles(own(self.w), own(self.scale), own(self.outliers), self.n, self.k)
-
-    def pair(self, up: CompactTiles | None = None) -> CompactTiles:
-        """Interleave this gate and `up`, of 16 N rows each, to "both"; without `up`, it holds both in 32 N rows."""
-        parts = self.alike([one.alone() for one in (self, up) if one is not None])
-
-        def interleaved(tables: list[Tensor]) -> Tensor:
-            held = [_eights(one).flatten(0, 1) for one in tables]
-            gate, up = held if len(held) == 2 else held[0].chunk(2)
-            return _of_eights(torch.stack([gate, up], 1))
-
-        w, scale = interleaved([one.w for one in parts]), interleaved([one.scale for one in parts])
-        outliers = interleaved([one.outliers for one in parts])
-        return CompactTiles(w, scale, outliers, sum(one.n for one in parts), self.k, "both")
-
     @staticmethod
-    def alike(parts: list[CompactTiles]) -> list[CompactTiles]:
+    def alike(parts: list[CompactTiles]) -> list[CompactTiles]:  # type: ignore[override]
         """The same tiles, all with the same number of outlier entries per row."""
         width = max(one.outliers.shape[2] for one in parts)
-        return [one._replace(outliers=_widened(one.outliers, width)) for one in parts]
+        return [one.replace(outliers=_widened(one.outliers, width)) for one in parts]
 
     @staticmethod
-    def why_not_concat(parts: Sequence[Any]) -> str | None:
+    def eights(table: Tensor) -> Tensor:
+        """As of all tiles; for w, scale and outliers."""
+        if table.dtype != torch.uint8:
+            return table.unflatten(1, (2, -1))
+        plain, beside = table.split([PLAIN_BYTES, STEP_BYTES - PLAIN_BYTES], -1)
+        halves = beside.unflatten(2, (-1, 2, 8)).movedim(3, 1).flatten(3)  # tile, half, step, 32 lanes by 8 bytes
+        return torch.cat([plain.unflatten(2, (2, -1)).movedim(2, 1), halves], -1)
+
+    @staticmethod
+    def of_eights(table: Tensor) -> Tensor:
         """As of all tiles."""
-        return why_not_concat_tiles(parts)
-
-    @classmethod
-    def concat(cls, parts: Sequence[CompactTiles]) -> CompactTiles:
-        """Row after row; the parts, `alike` and of 16 N rows each, become views."""
-        return parts[0]._replace(**concatenated_tiles(parts))
-
-    def why_not_split(self, rows: Sequence[int]) -> str | None:
-        """Parts are whole tiles."""
-        return why_not_split(self, rows, TILE_ROWS)
-
-    def split(self, rows: Sequence[int]) -> list[CompactTiles]:
-        """Parts of so many rows each; views. Raises KernelError where tiles would be cut or are interleaved."""
-        return split_tiles(self, rows)
+        if table.dtype != torch.uint8:
+            return table.flatten(1, 2).contiguous()
+        plain, beside = table.split([PLAIN_BYTES // 2, (STEP_BYTES - PLAIN_BYTES) // 2], -1)
+        codes = beside.unflatten(3, (-1, 8)).movedim(1, 3).flatten(2)
+        return torch.cat([plain.movedim(1, 2).flatten(2), codes], -1)
 
 
 def unfit(k: int, dtype: torch.dtype) -> str | None:
@@ -256,20 +216,3 @@ def _tiles(codes: Tensor, plain: Tensor) -> Tensor:
         exponents = exponents | one << shift
     beside = exponents.view(torch.uint8).permute(0, 1, 3, 4, 2, 5)  # tile, step, r, t, half, 8 bytes
     return torch.cat([words.flatten(2), beside.flatten(2)], -1)
-
-
-def _eights(table: Tensor) -> Tensor:
-    """A table split into groups of 8 rows: [tiles, 2, ...]; for w, scale and outliers."""
-    if table.dtype != torch.uint8:
-        return table.unflatten(1, (2, -1))
-    plain, beside = table.split([PLAIN_BYTES, STEP_BYTES - PLAIN_BYTES], -1)
-    halves = beside.unflatten(2, (-1, 2, 8)).movedim(3, 1).flatten(3)  # tile, half, step, 32 lanes by 8 bytes
-    return torch.cat([plain.unflatten(2, (2, -1)).movedim(2, 1), halves], -1)
-
-
-def _of_eights(table: Tensor) -> Tensor:
-    if table.dtype != torch.uint8:
-        return table.flatten(1, 2).contiguous()
-    plain, beside = table.split([PLAIN_BYTES // 2, (STEP_BYTES - PLAIN_BYTES) // 2], -1)
-    codes = beside.unflatten(3, (-1, 8)).movedim(1, 3).flatten(2)
-    return torch.cat([plain.movedim(1, 2).flatten(2), codes], -1)

@@ -31,6 +31,7 @@ from accelpatch.kernels.cpu.native_library import (
     native,
     pointer,
 )
+from accelpatch.kernels.layouts.gguf_blocks import GgufBlocks
 from accelpatch.kernels.layouts.layout import WeightArguments, nbytes_of, why_not_split
 from accelpatch.kernels.layouts.pack_tensors import (
     ALIGNED,
@@ -41,6 +42,7 @@ from accelpatch.kernels.layouts.pack_tensors import (
     is_half,
     realigned,
 )
+from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows, Plain
 
 LARGEST = 1 << 31
 SUPERBLOCK = 256  # values of a block of Q4_K or Q6_K
@@ -55,11 +57,13 @@ class Pack:
     data: uint8 [bytes], or float32 [n, k] where kind is DENSE. kind: DENSE, INT8, INT4, TABLE, Q4_K or Q6_K. group:
     values along K that share a scale. half_scales: scales (and minimums) are stored as float16. offset: "none",
     "minimum" or "zero_point". codes: of a TABLE, its name in CODEBOOKS. order: int32 [k], column j of the weight
-    multiplies x[order[j]], or None. bias: float32 [n], which a native step adds, or None.
+    multiplies x[order[j]], or None. bias: float32 [n], which a native step adds, or None. scale_dtype: of the canonical
+    scale (and minimum).
     """
 
     part: ClassVar[str] = "all"
     tiled: ClassVar[bool] = False
+    orders: ClassVar[bool] = True
     whole_rows: ClassVar[bool] = False
     data: Tensor
     kind: int
@@ -71,6 +75,31 @@ class Pack:
     codes: str = ""
     order: Tensor | None = None
     bias: Tensor | None = None
+    scale_dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, rows: Any) -> Pack:
+        """From Int8Rows or Int4Rows. Raises KernelError for what cannot be packed."""
+        bits, offset, codes = 8 // rows.per_byte, getattr(rows, "offset", None), getattr(rows, "codes", "")
+        made = cls.pack(rows.w, rows.scale, offset, bits=bits, codes=codes, order=rows.order)
+        return replace(made, scale_dtype=rows.scale.dtype)
+
+    def canonical(self) -> Any:
+        """The weight that it was made of."""
+        if self.kind == DENSE:
+            return Plain(self.data)
+        if self.form is not None:
+            return GgufBlocks(self.unpack(), self.form)
+        q, scale, offset = self.unpack()
+        scale = scale.to(self.scale_dtype)
+        if self.kind == INT8:
+            return Int8Rows(q, scale, order=self.order)
+        offset = offset.to(self.scale_dtype) if self.offset == "minimum" else offset
+        return Int4Rows(q, scale, offset, self.codes, order=self.order)
+
+    def why_not_fused(self, dtype: torch.dtype) -> str | None:
+        """It is the CPU's."""
+        return "its weight lies in the CPU's layout"
 
     @classmethod
     def pack(
@@ -233,24 +262,6 @@ class Pack:
         shape = (self.kind, int(self.half_scales), OFFSETS[self.offset], 0.0, self.n, self.k, self.group)
         values = table(self.codes) if self.codes else None
         return Linear(*shape, pointer(self.data), pointer(self.bias), pointer(self.order), pointer(values))
-
-    @staticmethod
-    def in_one_block(packs: Sequence[Pack]) -> list[Pack]:
-        """Move packs into one block of memory, in this order, on huge pages where the system has them.
-
-        A step that reads them in order then reads one stream.
-        """
-        starts, total = [], 0
-        for pack in packs:
-            starts.append(total)
-            total += -(-pack.data.nbytes // ALIGNED) * ALIGNED
-        block = aligned(total)
-        native().ap_advise_large_pages(block.data_ptr(), total)
-        moved = []
-        for pack, start in zip(packs, starts, strict=True):
-            place = block[start : start + pack.data.nbytes].view(pack.data.dtype).view(pack.data.shape)
-            moved.append(replace(pack, data=place.copy_(pack.data)))
-        return moved
 
     @staticmethod
     def why_not_concat(parts: Sequence[Pack]) -> str | None:

@@ -56,11 +56,11 @@ class ExpertPack(NamedTuple):
         bias = None if self.bias is None else self.bias[expert]
         return Pack(self.data[expert].contiguous(), *self[1:7], bias=bias)
 
-    def unpack(self) -> Any:
-        """(q, scale, offset) as `pack` takes them, scale and offset in float32."""
+    def canonical(self, k: int = 0, *, interleaved: bool = False) -> Any:
+        """(q, scale, offset, bias) as `pack` takes them, scale and offset in float32."""
         experts = len(self.data)
         parts = Pack(self.data.reshape(-1), self.kind, experts * self.n, *self[3:7]).unpack()
-        return tuple(None if one is None else one.view(experts, self.n, -1) for one in parts)
+        return *(None if one is None else one.view(experts, self.n, -1) for one in parts), self.bias
 
     @property
     def nbytes(self) -> int:

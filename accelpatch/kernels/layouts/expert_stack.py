@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from accelpatch.kernels.layouts import expert_tiles
 from accelpatch.kernels.layouts.layout import nbytes_of
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
 
@@ -38,6 +39,29 @@ class Stack(NamedTuple):
         """From 4-bit codes q[E, N, K / 2], the even k in the low nibble."""
         return cls(to_words(q), scale, offset, bias)
 
+    @classmethod
+    def of_int8(cls, q: Tensor, scale: Tensor, offset: None = None, bias: Tensor | None = None) -> Stack:
+        """From int8 q[E, N, K], which stays as it is."""
+        return cls(q, scale, None, bias)
+
+    @classmethod
+    def of_tiles(
+        cls, q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None, *, interleaved: bool
+    ) -> Stack:
+        """The same in tiles (expert_tiles.py). interleaved: for the rows of gate and up."""
+        return cls(*expert_tiles.tiled(q, scale, offset, interleaved=interleaved), bias)
+
+    def expert(self, number: int) -> Stack:
+        """One expert's matrix as a Stack of its own, a view."""
+        return Stack(*(None if one is None else one[number : number + 1] for one in self))  # type: ignore[arg-type]
+
+    def canonical(self, k: int, *, interleaved: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """q, scale, offset and bias of matrices [N, k]. interleaved: whether rows of tiles are those of gate and up."""
+        if self.tiled:
+            assert self.scale is not None
+            return *expert_tiles.untiled(self.w, self.scale, self.offset, interleaved=interleaved), self.bias
+        return from_words(self.w, k) if self.bits == 4 else self.w, *self[1:]
+
     @property
     def tiled(self) -> bool:
         """Whether the weights lie in tiles."""
@@ -49,8 +73,8 @@ class Stack(NamedTuple):
         return 4 if self.tiled else BITS.get(self.w.dtype, 8 * self.w.element_size())
 
     @property
-    def rows(self) -> int:
-        """N."""
+    def n(self) -> int:
+        """Rows of each matrix."""
         return self.w.shape[1] * (TILE_ROWS if self.tiled else 1)
 
     @property

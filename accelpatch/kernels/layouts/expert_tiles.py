@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from accelpatch.kernels.layouts import int4_tiles, tiling
-from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 
 TILE_BYTES = TILE_ROWS * TILE_VALUES // 2
@@ -32,35 +31,29 @@ def shapes(experts: int, n: int, k: int, groups: int) -> tuple[list[int], list[i
 
 
 def tiled(
-    q: Tensor, scale: Tensor, offset: Tensor | None = None, bias: Tensor | None = None, *, interleaved: bool
-) -> Stack:
-    """A Stack in tiles from canonical q[E, N, K / 2], scale and offset[E, N, G]; both tables in scale's dtype."""
+    q: Tensor, scale: Tensor, offset: Tensor | None, *, interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Tiles and both tables, in scale's dtype, from canonical q[E, N, K / 2], scale and offset[E, N, G]."""
     experts, n, half = q.shape
     w = q.new_empty(shapes(experts, n, 2 * half, scale.shape[2])[0])
     for into, one in zip(w, q, strict=True):  # one by one: some of the steps take several times its memory
         into.copy_(tiling.tile_int4(_interleaved(one) if interleaved else one))
     beside = None if offset is None else _table(offset.to(scale.dtype), 2 * half, interleaved)
-    return Stack(w, _table(scale, 2 * half, interleaved), beside, bias)
+    return w, _table(scale, 2 * half, interleaved), beside
 
 
-def untiled(stack: Stack, *, interleaved: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def untiled(
+    w: Tensor, scale: Tensor, offset: Tensor | None, *, interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """q, scale and offset; the inverse of `tiled`."""
-    experts, tiles, steps, _ = stack.w.shape
+    experts, tiles, steps, _ = w.shape
     n, k = tiles * TILE_ROWS, steps * TILE_VALUES
-    q = stack.w.new_empty((experts, n, k // 2))
-    for into, one in zip(q, stack.w, strict=True):
+    q = w.new_empty((experts, n, k // 2))
+    for into, one in zip(q, w, strict=True):
         rows = tiling.untile_int4(one, n, k)
         into.copy_(_in_order(rows) if interleaved else rows)
-    assert stack.scale is not None
-    offset = None if stack.offset is None else _untable(stack.offset, n, interleaved)
-    return q, _untable(stack.scale, n, interleaved), offset
-
-
-def expert(stack: Stack, number: int, *, interleaved: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q[N, K / 2], scale and offset[N, G] of one expert."""
-    one = Stack(*(None if part is None else part[number : number + 1] for part in stack))  # type: ignore[arg-type]
-    q, scale, offset = untiled(one, interleaved=interleaved)
-    return q[0], scale[0], None if offset is None else offset[0]
+    beside = None if offset is None else _untable(offset, n, interleaved)
+    return q, _untable(scale, n, interleaved), beside
 
 
 def in_tile_order(x: Tensor) -> Tensor:

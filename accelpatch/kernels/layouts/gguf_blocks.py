@@ -13,14 +13,13 @@ d, m and dmin are float16. Nothing is packed anew: scales of two levels and 6-bi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.layouts.layout import WeightArguments, concatenated, nbytes_of, why_not_split
+from accelpatch.kernels.layouts.row_major import RowMajor
 
 
 class Form(NamedTuple):
@@ -59,67 +58,15 @@ def columns(form: str, size: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class GgufBlocks:
+class GgufBlocks(RowMajor):
     """w: uint8[N, row bytes]. form: a key of FORMS."""
 
-    part: ClassVar[str] = "all"
-    tiled: ClassVar[bool] = False
-    whole_rows: ClassVar[bool] = False
-    w: Tensor
     form: str
 
-    @classmethod
-    def pack(cls, blocks: Tensor, form: str) -> GgufBlocks:
-        """From blocks uint8[N, row bytes], which stay where they are. Raises KernelError for other shapes."""
-        columns(form, blocks.shape[1])
-        return cls(blocks, form)
-
     def arguments(self) -> tuple[Tensor, str]:
-        """What `block_linear` takes between x and the bias."""
         return self.w, self.form
-
-    unpack = arguments
-
-    @property
-    def n(self) -> int:
-        """Rows of the weight."""
-        return int(self.w.shape[0])
 
     @property
     def k(self) -> int:
-        """Columns of the weight."""
+        """Columns of the weight. Raises KernelError where a row is no whole number of blocks."""
         return columns(self.form, int(self.w.shape[1]))
-
-    @property
-    def format(self) -> tuple[Any, ...]:
-        """Weights of one format can be concatenated."""
-        return type(self), self.form, self.w.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the blocks."""
-        return nbytes_of((self.w,))
-
-    def launch(self) -> WeightArguments:
-        """Raises KernelError: the device library reads no such blocks."""
-        raise KernelError("the device library reads no GGUF blocks of two levels: Triton's kernels do")
-
-    @staticmethod
-    def why_not_concat(parts: Sequence[GgufBlocks]) -> str | None:
-        """Rows of one format can always be concatenated."""
-        return None
-
-    @classmethod
-    def concat(cls, parts: Sequence[GgufBlocks]) -> GgufBlocks:
-        """Row after row; the parts become views."""
-        return cls(concatenated([one.w for one in parts]), parts[0].form)
-
-    def why_not_split(self, rows: Sequence[int]) -> str | None:
-        """Rows can be split anywhere."""
-        return why_not_split(self, rows)
-
-    def split(self, rows: Sequence[int]) -> list[GgufBlocks]:
-        """Parts of so many rows each; views. Raises KernelError where they do not make up the weight."""
-        if reason := self.why_not_split(rows):
-            raise KernelError(reason)
-        return [GgufBlocks(part, self.form) for part in self.w.split(list(rows))]

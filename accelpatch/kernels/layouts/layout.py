@@ -1,6 +1,8 @@
-"""What every weight layout offers: one class in a file of this folder, and one row of `ops.by_layout.LINEARS`.
+"""What every weight layout offers: one class in a file of this folder, and one row of `ops.linear.by_layout.LINEARS`.
 
-`arguments()` are what the layout's operation takes between x and the bias.
+A quantised module holds one layout and nothing beside it. Of its canonical form, a RowMajor, a state dict holds the
+`tensors()`, and `by_layout.laid_out` makes a device's layout. `arguments()` are what the layout's operation takes
+between x and the bias.
 """
 
 from __future__ import annotations
@@ -11,9 +13,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-
-from accelpatch.errors import KernelError
-from accelpatch.kernels.layouts.tiling import TILE_ROWS
 
 L = TypeVar("L")
 
@@ -44,7 +43,8 @@ class WeightArguments:
 
 class Layout(Protocol):
     """A weight[n, k] as it lies in memory. w: its main tensor. part: "all"; or "both", "gate" or "up" of interleaved
-    rows (see int4_tiles.py). tiled: whether rows lie in tiles, where a gate needs them interleaved."""
+    rows (see tiled.py). tiled: whether rows lie in tiles, where a gate needs them interleaved. order: int32[k], the
+    input of each column (GPTQ's act-order), or None. orders: whether the operation applies it itself."""
 
     @property
     def w(self) -> Tensor: ...
@@ -57,6 +57,12 @@ class Layout(Protocol):
 
     @property
     def part(self) -> str: ...
+
+    @property
+    def order(self) -> Tensor | None: ...
+
+    @property
+    def orders(self) -> bool: ...
 
     @property
     def tiled(self) -> bool: ...
@@ -79,8 +85,11 @@ class Layout(Protocol):
     def launch(self) -> WeightArguments:
         """The arguments of a launch of the device library."""
 
-    def unpack(self) -> Any:
-        """What `pack` took."""
+    def canonical(self) -> Any:
+        """The canonical form, a RowMajor with the same numbers."""
+
+    def why_not_fused(self, dtype: torch.dtype) -> str | None:
+        """Why no fused layer of a GPU computes with it for x of `dtype`; None where one can."""
 
     @staticmethod
     def why_not_concat(parts: Sequence[Any]) -> str | None:
@@ -117,12 +126,6 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
     return joined
 
 
-def why_not_concat_tiles(parts: Sequence[Any]) -> str | None:
-    """Why tiles cannot be concatenated: not all of them are full. None where they can."""
-    full = all(one.n % TILE_ROWS == 0 for one in parts)
-    return None if full else f"the number of rows in tiles is not a multiple of {TILE_ROWS}"
-
-
 def why_not_split(weight: Any, rows: Sequence[int], step: int = 1) -> str | None:
     """Why a weight cannot be split into parts of so many rows each, multiples of `step`; None where it can."""
     if weight.part != "all":
@@ -131,23 +134,6 @@ def why_not_split(weight: Any, rows: Sequence[int], step: int = 1) -> str | None
         return f"parts of {list(rows)} rows do not make up {weight.n}"
     whole = all(count % step == 0 for count in rows)
     return None if whole else f"parts of {list(rows)} rows are not multiples of {step}"
-
-
-def split_tiles(weight: Any, rows: Sequence[int]) -> list[Any]:
-    """Tiles split into parts of so many rows each; views. Raises KernelError where tiles would be cut."""
-    if reason := weight.why_not_split(rows):
-        raise KernelError(reason)
-    sizes = [count // TILE_ROWS for count in rows]
-    tensors = {name: value.split(sizes) for name, value in weight._asdict().items() if isinstance(value, Tensor)}
-    each = [dict(zip(tensors, parts, strict=True)) for parts in zip(*tensors.values(), strict=True)]
-    return [weight._replace(n=count, **parts) for count, parts in zip(rows, each, strict=True)]
-
-
-def concatenated_tiles(parts: Sequence[Any]) -> dict[str, Any]:
-    """The tensors of tiles, and n, for the rows of all parts, row after row."""
-    names = [name for name, value in parts[0]._asdict().items() if isinstance(value, Tensor)]
-    tensors = {name: concatenated([getattr(one, name) for one in parts]) for name in names}
-    return {**tensors, "n": sum(one.n for one in parts)}
 
 
 def in_one_run(parts: Sequence[Tensor]) -> Tensor | None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
+from accelpatch.kernels.cpu.native_library import native
 
+P = TypeVar("P", bound=Any)
 ALIGNED = 64  # bytes that a pack's memory begins at a multiple of
 
 
@@ -22,6 +28,21 @@ def realigned(data: Tensor) -> Tensor:
     if data.data_ptr() % ALIGNED == 0 or data.dtype != torch.uint8:
         return data
     return aligned(data.numel()).copy_(data)
+
+
+def in_one_block(packs: Sequence[P]) -> list[P]:
+    """Packs with their `data` in one block, in this order, on huge pages where the system has them.
+
+    A step that reads them in order then reads one stream.
+    """
+    sizes = [-(-one.data.nbytes // ALIGNED) * ALIGNED for one in packs]
+    block = aligned(sum(sizes))
+    native().ap_advise_large_pages(block.data_ptr(), len(block))
+    moved = []
+    for one, place in zip(packs, block.split(sizes), strict=True):
+        data = place[: one.data.nbytes].view(one.data.dtype).view(one.data.shape)
+        moved.append(replace(one, data=data.copy_(one.data)))
+    return moved
 
 
 def as_float(tensor: Tensor | None) -> Tensor | None:

@@ -1,9 +1,10 @@
-"""Weights in the order of their rows: floats as they are, and 8-bit values with scales."""
+"""Weights in the order of their rows: floats as they are, 8-bit values and 4-bit codes with scales."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -30,23 +31,64 @@ R = TypeVar("R", bound="RowMajor")
 
 @dataclass(frozen=True, eq=False)
 class RowMajor:
-    """w[N, K]; what the layouts of this file share. They pack nothing: their tensors are the canonical ones."""
+    """w[N, K]; what the layouts of this file share. They are canonical: what a state dict holds, whatever the device.
+    Each iterates over its `arguments()`.
+
+    order[K] int32: the input of each column, whose groups lie side by side (GPTQ's act-order); None: in order.
+    """
 
     part: ClassVar[str] = "all"
     tiled: ClassVar[bool] = False
+    orders: ClassVar[bool] = False
     whole_rows: ClassVar[bool] = False
+    per_byte: ClassVar[int] = 1
+    shared: ClassVar[tuple[str, ...]] = ("order",)  # tensors that have no entry a row
     w: Tensor
+    order: Tensor | None = field(default=None, kw_only=True)
 
     @classmethod
-    def pack(cls: type[R], *tensors: Tensor) -> R:
-        """From the canonical tensors, in the order of the fields."""
-        return cls(*tensors)
+    def of(cls: type[R], parts: Mapping[str, Tensor | None], **data: Any) -> R:
+        """From the tensors of a state dict by name; data: fields that are no tensors. Raises KernelError for a tensor
+        that is missing or that such a weight does not have."""
+        known = {one.name: one for one in fields(cls)}
+        held = {("w" if name == "q" else name): one for name, one in parts.items() if one is not None}
+        for name in held.keys() - known.keys():
+            raise KernelError(f"{name} does not belong to this kind of weight: write the checkpoint again")
+        for name, one in known.items():
+            if one.default is MISSING and name not in held | data:
+                raise KernelError(f"{'q' if name == 'w' else name} is missing")
+        return cls(**held, **data)
 
-    def arguments(self) -> tuple[Tensor, ...]:
-        """The tensors, as the layout's operation takes them between x and the bias."""
-        return tuple(getattr(self, field.name) for field in fields(self))
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by their names in a state dict."""
+        found = (("q" if name == "w" else name, value) for name, value in self._fields())
+        return {name: value for name, value in found if isinstance(value, Tensor)}
 
-    unpack = arguments
+    def with_tensors(self: R, tensors: Mapping[str, Tensor]) -> R:
+        """A copy with other tensors, by their names in a state dict."""
+        return replace(self, **{("w" if name == "q" else name): one for name, one in tensors.items()})
+
+    def map(self: R, change: Callable[[Tensor], Tensor]) -> R:
+        """A copy with each tensor changed, such as moved to a device."""
+        return replace(self, **{name: change(one) for name, one in self._fields() if isinstance(one, Tensor)})
+
+    def replace(self: R, **changes: Any) -> R:
+        """A copy with other values of some fields."""
+        return replace(self, **changes)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.arguments())
+
+    def _fields(self) -> list[tuple[str, Any]]:
+        return [(one.name, getattr(self, one.name)) for one in fields(self)]
+
+    def canonical(self: R) -> R:
+        """Itself."""
+        return self
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What the layout's operation takes between x and the bias."""
+        return tuple(value for name, value in self._fields() if name != "order")
 
     @property
     def n(self) -> int:
@@ -56,27 +98,44 @@ class RowMajor:
     @property
     def k(self) -> int:
         """Columns of the weight."""
-        return int(self.w.shape[1])
+        return int(self.w.shape[1]) * self.per_byte
 
     @property
     def format(self) -> tuple[Any, ...]:
         """Weights of one format can be concatenated."""
-        return type(self), *((one.dtype, one.shape[1]) for one in self.arguments())
+        return type(self), *((one.dtype, one.shape[1]) if isinstance(one, Tensor) else one for one in self.arguments())
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors."""
-        return nbytes_of(self.arguments())
+        return nbytes_of((*self.arguments(), self.order))
+
+    def why_not_fused(self, dtype: torch.dtype) -> str | None:
+        """Why no fused layer of a GPU computes with it for x of `dtype`; None where one can."""
+        return f"its weight is {type(self).__name__}, which no fused layer reads"
+
+    def launch(self) -> WeightArguments:
+        """The arguments of a launch of the device library. Raises KernelError for a layout that it does not read."""
+        raise KernelError(f"the device library reads no {type(self).__name__}")
 
     @staticmethod
-    def why_not_concat(parts: Sequence[RowMajor]) -> str | None:
+    def why_not_concat(parts: Sequence[Any]) -> str | None:
         """Rows of one format can always be concatenated."""
         return None
 
     @classmethod
     def concat(cls: type[R], parts: Sequence[R]) -> R:
         """Row after row; the parts become views."""
-        return cls(*map(concatenated, zip(*(one.arguments() for one in parts), strict=True)))
+        each = [one._of_rows() for one in parts]
+        return replace(parts[0], **{name: concatenated([one[name] for one in each]) for name in each[0]})
+
+    def at(self: R, rows: Any) -> R:
+        """Some of the rows. rows: a slice, or int64 indices."""
+        return replace(self, **{name: one[rows] for name, one in self._of_rows().items()})
+
+    def _of_rows(self) -> dict[str, Tensor]:
+        """The tensors with an entry a row."""
+        return {name: one for name, one in self._fields() if isinstance(one, Tensor) and name not in self.shared}
 
     def why_not_split(self, rows: Sequence[int]) -> str | None:
         """Rows can be split anywhere."""
@@ -86,12 +145,20 @@ class RowMajor:
         """Parts of so many rows each; views. Raises KernelError where they do not make up the weight."""
         if reason := self.why_not_split(rows):
             raise KernelError(reason)
-        return [type(self)(*parts) for parts in zip(*(one.split(list(rows)) for one in self.arguments()), strict=True)]
+        stops = list(itertools.accumulate(rows))
+        return [self.at(slice(stop - count, stop)) for stop, count in zip(stops, rows, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
 class Plain(RowMajor):
     """w[N, K], float."""
+
+    def arguments(self) -> tuple[Tensor]:
+        return (self.w,)
+
+    def why_not_fused(self, dtype: torch.dtype) -> str | None:
+        fits = self.w.dtype == dtype and self.w.is_contiguous()
+        return None if fits else f"a weight is {self.w.dtype}, or is not contiguous"
 
     def launch(self) -> WeightArguments:
         """The arguments of a launch of gemv; a copy where the weight has gaps."""
@@ -105,6 +172,13 @@ class Int8Rows(RowMajor):
 
     scale: Tensor
 
+    def arguments(self) -> tuple[Tensor, Tensor]:
+        return self.w, self.scale
+
+    def why_not_fused(self, dtype: torch.dtype) -> str | None:
+        fits = self.scale.shape[1] == 1 and self.scale.dtype == torch.float32
+        return None if fits else "an int8 weight does not have one float32 scale per row"
+
     def launch(self) -> WeightArguments:
         """The arguments of a launch of gemv_int8, for one scale a row."""
         w, scale = self.w.contiguous(), self.scale.to(torch.float32).contiguous()
@@ -117,6 +191,9 @@ class Fp8Rows(RowMajor):
 
     scale: Tensor
 
+    def arguments(self) -> tuple[Tensor, Tensor]:
+        return self.w, self.scale
+
     def launch(self) -> WeightArguments:
         """The arguments of a launch of gemv_fp8."""
         w, scale = self.w.contiguous(), self.scale.to(torch.float32).contiguous()
@@ -124,3 +201,30 @@ class Fp8Rows(RowMajor):
         return WeightArguments(
             "gemv_fp8", self.n, self.k, w, form, scale, prefetchable=prefetchable, variant=fp8_name(w.dtype)
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Int4Rows(RowMajor):
+    """w[N, K / 2] int8 of two codes a byte, the even k in the low nibble; scale[N, G].
+
+    offset[N, G]: None, a float minimum or an integer zero point. codes: the name of a table of codebooks.py that the
+    codes stand for, and then no offset; or "".
+    """
+
+    per_byte: ClassVar[int] = 2
+    scale: Tensor
+    offset: Tensor | None = None
+    codes: str = ""
+
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor | None, str]:
+        return self.w, self.scale, self.offset, self.codes
+
+    @property
+    def kind(self) -> str:
+        """ "none", "minimum" or "zero_point"; or the table's name."""
+        return self.codes or kind_of(self.offset)
+
+
+def kind_of(offset: Tensor | None) -> str:
+    """The kind of a canonical offset, by its dtype: "none", "minimum" or "zero_point"."""
+    return "none" if offset is None else "minimum" if offset.is_floating_point() else "zero_point"

@@ -15,6 +15,7 @@ from torch import Tensor
 from accelpatch.errors import KernelError
 from accelpatch.kernels.cpu.native_library import PLAIN, W8A8, Linear
 from accelpatch.kernels.layouts.cpu_pack import LARGEST, Pack
+from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 
 LONGEST = 132104  # K up to which 128 * 127 * K is an int32
 LEAST = 2.0**-119  # the inverse of a smaller scale is no float32
@@ -29,6 +30,16 @@ class W8A8Pack(Pack):
     """
 
     input_scale: float | None = None
+
+    @classmethod
+    def of(cls, rows: W8A8Rows) -> W8A8Pack:
+        """As `pack`."""
+        return cls.pack(*rows.arguments())
+
+    def canonical(self) -> W8A8Rows:
+        """The weight that it was made of."""
+        q, scale, _ = self.unpack()
+        return W8A8Rows(q, scale, self.static_scale)
 
     @classmethod
     def pack(  # type: ignore[override]

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from accelpatch.errors import KernelError
-from accelpatch.kernels.layouts.layout import WeightArguments, concatenated
+from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.layouts.row_major import FP8, RowMajor, fp8_name
 
 
@@ -26,13 +25,20 @@ class W8A8Rows(RowMajor):
     its own, as with floats."""
 
     whole_rows: ClassVar[bool] = True
+    shared: ClassVar[tuple[str, ...]] = ("order", "input_scale")
     scale: Tensor
     input_scale: Tensor | None = None
+
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.w, self.scale, self.input_scale
 
     @property
     def format(self) -> tuple[Any, ...]:
         """Weights of one format can be concatenated."""
         return W8A8Rows, self.w.dtype, self.k, self.input_scale is None
+
+    def why_not_fused(self, dtype: torch.dtype) -> str | None:
+        return None
 
     @staticmethod
     def why_not_concat(parts: Sequence[Any]) -> str | None:
@@ -40,19 +46,6 @@ class W8A8Rows(RowMajor):
         scales = [one.input_scale for one in parts if one.input_scale is not None]
         alike = all(torch.equal(one, scales[0]) for one in scales)
         return None if alike else "the static scales of their inputs differ"
-
-    @classmethod
-    def concat(cls, parts: Sequence[W8A8Rows]) -> W8A8Rows:
-        """Row after row; the parts become views."""
-        w, scale = (concatenated([getattr(one, name) for one in parts]) for name in ("w", "scale"))
-        return cls(w, scale, parts[0].input_scale)
-
-    def split(self, rows: Sequence[int]) -> list[W8A8Rows]:
-        """Parts of so many rows each; views. Raises KernelError where they do not make up the weight."""
-        if reason := self.why_not_split(rows):
-            raise KernelError(reason)
-        parts = zip(self.w.split(list(rows)), self.scale.split(list(rows)), strict=True)
-        return [W8A8Rows(w, scale, self.input_scale) for w, scale in parts]
 
     def launch(self) -> WeightArguments:
         """The arguments of a launch of gemv_w8a8, or gemv_w8a8_fp8."""

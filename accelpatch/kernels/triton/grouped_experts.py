@@ -253,7 +253,7 @@ def grouped(
     (tokens, width), chosen, number, pairs = x.shape, ids.shape[1], len(up.w), ids.numel()
     if not pairs:
         return x.new_zeros(x.shape)
-    inner, weights = up.rows // 2, weights.contiguous()
+    inner, weights = up.n // 2, weights.contiguous()
     x = in_tile_order(x) if up.tiled else x.contiguous()
     order, ends = sorted_pairs(ids, number)
     wide = x.dtype == torch.float32

@@ -211,7 +211,7 @@ def test_both_products_of_many_rows_give_the_same_numbers(kind: str, monkeypatch
     generator = torch.Generator().manual_seed(0)
     w, x, bias = (torch.randn(size, generator=generator) for size in ((70, 128), (20, 128), (70,)))
     weight = int8.quantize(w, group_size=64) if kind == "int8" else int4.quantize(w, group_size=64)
-    pack = Pack.pack(*weight, bits=8 if kind == "int8" else 4)
+    pack = Pack.of(weight)
     results = []
     for rows in (1 << 40, 1):
         monkeypatch.setitem(packed_linear.PANELS, native_library.isa(), rows)

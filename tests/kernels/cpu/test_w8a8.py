@@ -17,6 +17,7 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import linear, native_library
 from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.kernels.layouts.pack_tensors import in_one_block
 from accelpatch.kernels.layouts.w8a8_pack import LONGEST, W8A8Pack
 from accelpatch.kernels.ops.activation import quantize_rows
 from accelpatch.kernels.ops.linear import gemm_w8a8, w8a8_linear
@@ -188,11 +189,11 @@ def test_moved_split_and_concatenated_packs_keep_the_static_scale() -> None:
     q, scale, bias = weights(48, 70)
     whole = W8A8Pack.pack(q, scale, STATIC, bias=bias)
     parts = whole.split([16, 32])
-    [*moved] = Pack.in_one_block(parts)
+    [*moved] = in_one_block(parts)
     again = W8A8Pack.concat(moved)
     x = rows(3, 70)
     due = w8a8_packed(x, *whole.arguments(), whole.bias)
-    for one in (again, *Pack.in_one_block([whole])):
+    for one in (again, *in_one_block([whole])):
         assert isinstance(one, W8A8Pack)
         assert torch.equal(w8a8_packed(x, *one.arguments(), one.bias), due)
     split = [w8a8_packed(x, *one.arguments(), one.bias) for one in moved]

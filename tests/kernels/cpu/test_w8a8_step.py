@@ -34,7 +34,7 @@ def quantize(static: float | None) -> Quantize:
     def made(weight: Tensor, bias: Tensor | None) -> Pack:
         if weight.shape[0] == BASE["vocab_size"]:
             return as_int8(weight, bias)
-        q, scale, _ = int8.quantize(weight, group_size=None)
+        q, scale = int8.quantize(weight, group_size=None)
         return W8A8Pack.pack(q, scale, static, bias=bias)
 
     return made

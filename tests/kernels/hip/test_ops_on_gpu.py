@@ -68,7 +68,7 @@ def made(op: str, m: int, n: int, k: int, dtype: torch.dtype, seed: int = 0, gro
         return x, (50 * k**0.5 * w).clamp(-240, 240).to(rng.choice(FP8)), torch.rand(n, 1, device=CUDA) / 100, bias
     weight = int4.quantize(w, group_size=group, symmetric=rng.random() < 0.4)
     if weight.offset is not None and rng.random() < 0.5:
-        weight = weight._replace(offset=torch.randint(0, 16, weight.scale.shape, device=CUDA))
+        weight = weight.replace(offset=torch.randint(0, 16, weight.scale.shape, device=CUDA))
     return x, *Tiles.pack(*weight), bias
 
 
@@ -103,7 +103,7 @@ def test_many_tokens_are_the_librarys_own(m: int) -> None:
     if chosen("tiled_int4_linear", (x, *rest)) != "hip_gemm":
         pytest.skip("Triton's")
     both = Tiles(*rest[:-1]).pair()
-    for one in (rest, [*both, rest[-1]], [*both._replace(n=48, part="up"), None]):
+    for one in (rest, [*both, rest[-1]], [*both.replace(n=48, part="up"), None]):
         assert_parity("tiled_int4_linear", (x, *one), "hip_gemm")
         assert_parity("tiled_int4_linear", (torch.cat([x, x], 1)[:, 4096:], *one), "hip_gemm")
 

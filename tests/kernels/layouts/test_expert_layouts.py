@@ -9,6 +9,7 @@ from accelpatch.kernels.layouts import expert_tiles, int4_tiles, tiling
 from accelpatch.kernels.layouts.expert_pack import ExpertPack
 from accelpatch.kernels.layouts.expert_stack import Stack, from_words, to_words
 from accelpatch.quant import int4, int8
+from accelpatch.quant.formats import dequantize
 
 
 @pytest.mark.parametrize("k", [2, 64, 128, 130, 768, 2880])
@@ -32,24 +33,23 @@ def test_a_nibble_of_neighbouring_words_holds_neighbouring_values() -> None:
 def test_packs_of_4_bits_come_back(symmetric: bool) -> None:
     w = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(1))
     held = int4.quantize(w.view(-1, 64), group_size=32, symmetric=symmetric)
-    q, scale, offset = (None if one is None else one.view(4, 32, -1) for one in held)
+    q, scale, offset = (None if one is None else one.view(4, 32, -1) for one in (held.w, held.scale, held.offset))
     assert q is not None
     assert scale is not None
     pack = ExpertPack.pack(q, scale, offset, bits=4)
-    for one, other in zip(pack.unpack(), (q, scale, offset), strict=True):
+    for one, other in zip(pack.canonical(), (q, scale, offset, None), strict=True):
         assert (one is None) == (other is None)
         assert other is None or torch.equal(one.float(), other.float())
-    own = int4.dequantize(type(held)(q[2], scale[2], None if offset is None else offset[2]))
-    alone = pack.of(2).unpack()
-    assert torch.equal(int4.dequantize(type(held)(*alone)), own)
+    own = dequantize(type(held)(q[2], scale[2], None if offset is None else offset[2]))
+    assert torch.equal(dequantize(pack.of(2).canonical()), own)
 
 
 def test_packs_of_int8_come_back() -> None:
     held = int8.quantize(torch.randn(96, 64, generator=torch.Generator().manual_seed(2)))
-    q, scale = held.q.view(2, 48, 64), held.scale.view(2, 48, 1)
+    q, scale = held.w.view(2, 48, 64), held.scale.view(2, 48, 1)
     pack = ExpertPack.pack(q, scale, bits=8)
-    assert torch.equal(pack.unpack()[0], q)
-    assert torch.equal(pack.unpack()[1], scale)
+    assert torch.equal(pack.canonical()[0], q)
+    assert torch.equal(pack.canonical()[1], scale)
     assert pack.nbytes >= q.nbytes + scale.nbytes
 
 
@@ -85,13 +85,13 @@ def test_tiles_come_back(group: int, interleaved: bool) -> None:
     if group == 384:  # no power of two: whole rows
         group = k
     scale, offset = (torch.rand(3, 48, k // group, generator=generator).half() for _ in range(2))
-    stack = expert_tiles.tiled(q, scale, offset, interleaved=interleaved)
-    assert (stack.tiled, stack.bits, stack.rows, stack.groups) == (True, 4, 48, k // group)
+    stack = Stack.of_tiles(q, scale, offset, interleaved=interleaved)
+    assert (stack.tiled, stack.bits, stack.n, stack.groups) == (True, 4, 48, k // group)
     assert [list(stack.w.shape), list(stack.offset.shape)] == [*expert_tiles.shapes(3, 48, k, k // group)]  # type: ignore[union-attr]
-    for one, due in zip(expert_tiles.untiled(stack, interleaved=interleaved), (q, scale, offset), strict=True):
+    for one, due in zip(stack.canonical(k, interleaved=interleaved)[:3], (q, scale, offset), strict=True):
         assert torch.equal(one, due)  # type: ignore[arg-type]
-    for one, due in zip(expert_tiles.expert(stack, 2, interleaved=interleaved), (q, scale, offset), strict=True):
-        assert torch.equal(one, due[2])  # type: ignore[arg-type]
+    for one, due in zip(stack.expert(2).canonical(k, interleaved=interleaved)[:3], (q, scale, offset), strict=True):
+        assert torch.equal(one, due[2:3])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("interleaved", [True, False], ids=["gate and up", "down"])
@@ -99,7 +99,7 @@ def test_an_expert_lies_as_the_tiles_of_a_linear_layer(interleaved: bool) -> Non
     generator = torch.Generator().manual_seed(3)
     q = torch.randint(-128, 128, (2, 64, 128), dtype=torch.int8, generator=generator)
     scale, offset = (torch.rand(2, 64, 4, generator=generator).half() for _ in range(2))
-    stack = expert_tiles.tiled(q, scale, offset, interleaved=interleaved)
+    stack = Stack.of_tiles(q, scale, offset, interleaved=interleaved)
     alone = int4_tiles.Tiles.pack(q[1], scale[1], offset[1])
     if interleaved:
         alone = alone.pair()

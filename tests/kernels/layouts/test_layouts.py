@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.gguf_blocks import GgufBlocks
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.layout import WeightArguments
-from accelpatch.kernels.layouts.row_major import Fp8Rows, Int8Rows, Plain
+from accelpatch.kernels.layouts.pack_tensors import in_one_block
+from accelpatch.kernels.layouts.row_major import Plain
 from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
 from accelpatch.kernels.operation import Operation
 from accelpatch.kernels.ops.linear import by_layout
@@ -33,29 +34,24 @@ N, K, DTYPE = 32, 256, torch.bfloat16
 def made(name: str, seed: int = 0) -> Any:
     weight = torch.randn(N, K, generator=torch.Generator().manual_seed(seed)) / 16
     if name == "plain":
-        return Plain.pack(weight)
+        return Plain(weight)
     if name == "int8":
-        q, scale, _ = int8.quantize(weight)
-        return Int8Rows.pack(q, scale)
+        return int8.quantize(weight)
     if name == "int4":
-        q, scale, offset = int4.quantize(weight, group_size=128)
-        return Tiles.pack(q, scale.half(), offset.half() if offset is not None else None)
+        return Tiles.of(int4.quantize(weight, group_size=128))
     if name == "gguf":
         generator = torch.Generator().manual_seed(seed)
-        return GgufBlocks.pack(random_blocks(generator, N, K, "Q6_K"), "Q6_K")
+        return GgufBlocks(random_blocks(generator, N, K, "Q6_K"), "Q6_K")
     if name == "fp8":
-        q, scale, _ = fp8.quantize(weight)
-        return Fp8Rows.pack(q, scale)
+        return fp8.quantize(weight)
     if name == "cpu-float32":
         return Pack.dense(weight)
     if name == "cpu-int8":
-        q, scale, _ = int8.quantize(weight, group_size=128)
-        return Pack.pack(q, scale, bits=8)
+        return Pack.of(int8.quantize(weight, group_size=128))
     if name == "cpu-w8a8":
-        q, scale, _ = int8.quantize(weight)
-        return W8A8Pack.pack(q, scale, 0.02)
+        return W8A8Pack.pack(*int8.quantize(weight), 0.02)
     if name == "cpu-int4":
-        return Pack.pack(*int4.quantize(weight, group_size=64), bits=4)
+        return Pack.of(int4.quantize(weight, group_size=64))
     return CompactTiles.pack(weight.bfloat16())
 
 
@@ -79,15 +75,12 @@ def test_pack_and_unpack(name: str) -> None:
     weight = made(name)
     assert (weight.n, weight.k, weight.part) == (N, K, "all")
     assert weight.nbytes == sum(one.nbytes for one in tensors(weight))
-    packed = weight.unpack()
-    if name in ("cpu-int8", "cpu-int4"):
-        again = Pack.pack(*packed, bits=int(name[-1]))
-    elif name == "cpu-w8a8":
-        again = W8A8Pack.pack(*packed[:2], weight.input_scale)
-    elif name == "cpu-float32":
-        again = Pack.dense(packed)
+    rows = weight.canonical()
+    if name in ("cpu-float32", "compact"):
+        again = (Pack.dense if name == "cpu-float32" else CompactTiles.pack)(rows.w)
     else:
-        again = type(weight).pack(*(packed if isinstance(packed, tuple) else (packed,)))
+        again = weight if rows is weight else type(weight).of(rows)
+    assert rows.with_tensors(rows.tensors()).tensors().keys() == rows.tensors().keys()
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(tensors(weight), tensors(again), strict=True))
 
 
@@ -121,7 +114,7 @@ def test_concatenated_packs_are_one_weight(name: str) -> None:
     assert torch.equal(
         run(x, *both.arguments(), both.bias), torch.cat([run(x, *p.arguments(), p.bias) for p in parts], 1)
     )
-    block = Pack.in_one_block([*parts, both])
+    block = in_one_block([*parts, both])
     starts = [pack.data.data_ptr() - block[0].data.data_ptr() for pack in block]
     sizes = [-(-pack.data.nbytes // 64) * 64 for pack in block]
     assert starts == [0, sizes[0], sizes[0] + sizes[1]]
@@ -203,8 +196,7 @@ def test_launch_arguments(name: str) -> None:
 def test_weights_of_other_formats_differ() -> None:
     names = [*NAMES, *([] if NO_LIBRARY else ["cpu-float32", "cpu-int8", "cpu-int4", "cpu-w8a8"])]
     assert len({made(name).format for name in names}) == len(names)
-    q, scale, offset = int4.quantize(torch.randn(N, K), group_size=64)
-    assert Tiles.pack(q, scale.half(), offset).format != made("int4").format
+    assert Tiles.of(int4.quantize(torch.randn(N, K), group_size=64)).format != made("int4").format
 
 
 def test_a_copy_for_one_launch_is_not_prefetchable() -> None:
@@ -212,14 +204,17 @@ def test_a_copy_for_one_launch_is_not_prefetchable() -> None:
 
 
 def test_tiles_that_are_not_full_are_not_concatenated() -> None:
-    half = made("compact")._replace(n=N - 1)
+    half = made("compact").replace(n=N - 1)
     assert "multiple of 16" in str(CompactTiles.why_not_concat([half, half]))
 
 
-class Halved(NamedTuple):
+@dataclass(frozen=True)
+class Halved:
     """A layout of this test alone: w[N, K] holds half of the weight."""
 
     w: Tensor
+    order = None
+    orders = False
 
     n = property(lambda self: self.w.shape[0])
     k = property(lambda self: self.w.shape[1])
@@ -233,8 +228,11 @@ class Halved(NamedTuple):
     def launch(self) -> WeightArguments:
         raise AssertionError("it has no kernel")
 
-    def unpack(self) -> Tensor:
-        return self.w * 2
+    def canonical(self) -> Plain:
+        return Plain(self.w * 2)
+
+    def why_not_fused(self, dtype: torch.dtype) -> str | None:
+        return None
 
     @classmethod
     def concat(cls, parts: Sequence[Halved]) -> Halved:

@@ -54,7 +54,7 @@ def int4_args(
     weight = int4.quantize(w, group_size=group or k, symmetric=kind == "none")
     if kind == "zero_point":
         places = torch.randint(0, 16, weight.scale.shape, generator=torch.Generator().manual_seed(2))
-        weight = weight._replace(offset=places.to(DEVICE))
+        weight = weight.replace(offset=places.to(DEVICE))
     return x, *Tiles.pack(*weight), beside if bias else None
 
 
@@ -96,7 +96,7 @@ class TestPaired:
         monkeypatch.setattr(dequantize, "SLICE", room)
         x, *tiles, bias = int4_args(m, 96, 160, DTYPES[0], 32)
         both = Tiles(*tiles).pair()
-        held = both if part == "both" else both._replace(n=48, part=part)
+        held = both if part == "both" else both.replace(n=48, part=part)
         assert_parity("tiled_int4_linear", (x, *held, bias[: held.n]), "triton")
 
 

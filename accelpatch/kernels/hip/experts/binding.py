@@ -118,7 +118,7 @@ def experts(
 
     Raises KernelError for a refused launch.
     """
-    y, h = x.new_empty(x.shape), x.new_empty((len(x), routing.chosen * up.rows // 2))
+    y, h = x.new_empty(x.shape), x.new_empty((len(x), routing.chosen * up.n // 2))
     if not len(x) or not routing.chosen:
         return y.zero_() if residual is None else y.copy_(residual)
     x, routing = x.contiguous(), routing.ready()
@@ -147,7 +147,7 @@ def launches(
     (tokens, width), chosen = x.shape, routing.chosen
     beside: dict[str, Any] = routing.arguments() | {"tokens": tokens, "chosen": chosen, "experts": len(up.w)}
     for stack, source, into, n, k in (
-        (up, x, h, chosen * up.rows, width), (down, h, y, width, h.shape[1])
+        (up, x, h, chosen * up.n, width), (down, h, y, width, h.shape[1])
     ):  # fmt: skip
         last = stack is down
         own = k // chosen if last else k

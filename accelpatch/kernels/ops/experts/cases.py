@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from accelpatch.kernels.layouts import expert_tiles
 from accelpatch.kernels.layouts.expert_stack import Stack, from_words, to_words
 from accelpatch.kernels.spec import Case
 
@@ -56,9 +55,9 @@ def cases() -> list[Case]:
 def in_tiles(up: Stack, down: Stack, inner: int) -> tuple[Stack, Stack]:
     """Stacks of 4-bit codes in words, in tiles."""
     (q_up, *up_tables), (q_down, *down_tables) = up, down
-    up_codes, down_codes = from_words(q_up, down.rows), from_words(q_down, inner)
-    tiles = expert_tiles.tiled(up_codes, *up_tables, interleaved=True)  # type: ignore[arg-type]
-    return tiles, expert_tiles.tiled(down_codes, *down_tables, interleaved=False)  # type: ignore[arg-type]
+    up_codes, down_codes = from_words(q_up, down.n), from_words(q_down, inner)
+    tiles = Stack.of_tiles(up_codes, *up_tables, interleaved=True)  # type: ignore[arg-type]
+    return tiles, Stack.of_tiles(down_codes, *down_tables, interleaved=False)  # type: ignore[arg-type]
 
 
 def of_random(

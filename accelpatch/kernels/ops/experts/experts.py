@@ -112,7 +112,7 @@ def of_stacks(op: str, x: Tensor, chosen: int, given: tuple[Any, ...]) -> Spec:
     up, down, activation = Stack(*given[:4]), Stack(*given[4:8]), given[8]
     alike = up.w.dim() == down.w.dim() and up.w.dim() in (3, 4)
     require(alike, op, f"weights are [E, N, K], or both in tiles, not {say(up.w)} and {say(down.w)}")
-    experts, rows = len(up.w), up.rows
+    experts, rows = len(up.w), up.n
     fits = given[11:] in ((), (None,)) or (given[11].shape == x.shape and given[11].dtype == x.dtype)
     require(fits, op, f"the residual has the shape and dtype of x, {say(x)}")
     require(experts >= 1 and rows >= 2 and rows % 2 == 0, op, f"gate and up are [E, 2 I, H], not {say(up.w)}")
@@ -181,8 +181,8 @@ def tiles_for(
     if device.type != "cuda" or not alike or expert_gemv.why_not_tiles(wanted, probe(device)) or not exact:
         return None
     return (
-        expert_tiles.tiled(q, scale, offset, up["bias"], interleaved=True),
-        expert_tiles.tiled(q_down, scale_down, offset_down, down["bias"], interleaved=False),
+        Stack.of_tiles(q, scale, offset, up["bias"], interleaved=True),
+        Stack.of_tiles(q_down, scale_down, offset_down, down["bias"], interleaved=False),
     )
 
 
@@ -243,7 +243,8 @@ def chosen(ids: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
 def _linear(x: Tensor, stack: Stack, number: int, interleaved: bool) -> Tensor:
     w, scale, offset, bias = (None if one is None else one[number] for one in stack)
     if stack.tiled:
-        w, scale, offset = expert_tiles.expert(stack, number, interleaved=interleaved)
+        one = stack.expert(number).canonical(0, interleaved=interleaved)
+        w, scale, offset = (None if part is None else part[0] for part in one[:3])
     assert w is not None
     bias = None if bias is None else bias.to(x.dtype)
     if scale is None:
@@ -256,7 +257,7 @@ def _linear(x: Tensor, stack: Stack, number: int, interleaved: bool) -> Tensor:
         if stack.bits == 4:
             beside = None if offset is None else offset[start:stop]
             codes = held if stack.tiled else from_words(held, k)
-            return int4_linear.dequantize_rows(codes, factor, beside, wide)
+            return int4_linear.dequantize_rows(codes, factor, beside, "", wide)
         return (held.to(wide).unflatten(1, (factor.shape[1], -1)) * factor.to(wide)[:, :, None]).flatten(1)
 
     return common.by_row_blocks(x, w.shape[0], k, rows, bias)

@@ -17,7 +17,7 @@ from accelpatch.kernels.cpu import linear as cpu_linear
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.cpu.native_library import INT8
 from accelpatch.kernels.layouts.expert_pack import ExpertPack
-from accelpatch.kernels.layouts.expert_stack import Stack, from_words, to_words
+from accelpatch.kernels.layouts.expert_stack import Stack, from_words
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops.experts import cases as expert_cases
 from accelpatch.kernels.ops.experts import experts
@@ -31,8 +31,7 @@ SIZE = len(ExpertPack._fields)
 
 def stack_of(pack: ExpertPack) -> Stack:
     """The same weights as a Stack."""
-    q, scale, offset = pack.unpack()
-    return Stack(q if pack.kind == INT8 else to_words(q), scale, offset, pack.bias)
+    return (Stack.of_int8 if pack.kind == INT8 else Stack.of_codes)(*pack.canonical())
 
 
 def reference(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.kernels.layouts import expert_tiles
 from accelpatch.kernels.layouts.expert_stack import WORDS, Stack
 from accelpatch.kernels.ops.activation import gated_activation
 from accelpatch.kernels.ops.experts.cases import CLAMPED
@@ -25,7 +24,11 @@ def _gated(both: Tensor, activation: str, alpha: float, limit: float) -> Tensor:
 def dense(stack: Stack, expert: int, k: int, dtype: torch.dtype, interleaved: bool = False) -> Tensor:
     """One expert's matrix [N, K], decoded in float32 or wider and rounded to `dtype`. interleaved: of gate and up."""
     if stack.tiled:
-        q, factor, least = expert_tiles.expert(stack, expert, interleaved=interleaved)
+        q, factor, least, _ = (
+            None if one is None else one[0] for one in stack.expert(expert).canonical(0, interleaved=interleaved)
+        )
+        assert q is not None
+        assert factor is not None
         held = q.view(torch.uint8)
         codes = torch.stack((held & 15, held >> 4), dim=-1).flatten(1)
         return _decoded(codes, factor, least, 4, dtype)

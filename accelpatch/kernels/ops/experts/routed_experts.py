@@ -71,7 +71,7 @@ def why_not_one(dtype: torch.dtype, chosen: int, *given: Any) -> str | None:
 
     given: as the operation's, from gate_up on. Raises KernelError for weights that do not fit together.
     """
-    x = given[0].new_empty((1, Stack(*given[4:8]).rows), dtype=dtype)
+    x = given[0].new_empty((1, Stack(*given[4:8]).n), dtype=dtype)
     made = experts.of_stacks(OP, x, chosen, given)
     return hip_why_not(_with_dtypes(made, dtype, dtype), probe(x.device))
 

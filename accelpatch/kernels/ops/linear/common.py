@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.kernels.arguments import FLOATS, check_scale, require, say
+from accelpatch.kernels.layouts.row_major import RowMajor
 from accelpatch.kernels.spec import Blocks, Spec
 
 #: elements of weight dequantised at once on a CPU: 1 MiB of float32 stays in a core's cache
@@ -108,6 +109,24 @@ def float64_blocks(dense: Dense, *weight: Tensor | None) -> Blocks:
     for start in range(0, q.shape[0], step):
         rows = slice(start, min(start + step, q.shape[0]))
         yield rows, partial(dense, torch.float64, *(None if part is None else part[rows] for part in weight))
+
+
+def dense_of(rows: RowMajor, dense: Dense, dtype: torch.dtype, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """A weight[N, K] as floats in `dtype`, its columns in the order of the inputs, and the bias.
+
+    dense: makes both of (dtype, *arguments, bias)."""
+    full, beside = dense(dtype, *rows.arguments(), bias)
+    if rows.order is not None:
+        full = torch.empty_like(full).index_copy_(1, rows.order.long(), full)
+    return full, beside
+
+
+def blocks_of(rows: RowMajor, dense: Dense, bias: Tensor | None) -> Blocks:
+    """As `float64_blocks`. dense: as of `dense_of`."""
+    step = max(1, (CPU_BLOCK if rows.w.device.type == "cpu" else CHECK_BLOCK) // rows.w.shape[1])
+    for start in range(0, rows.n, step):
+        some = slice(start, min(start + step, rows.n))
+        yield some, partial(dense_of, rows.at(some), dense, torch.float64, None if bias is None else bias[some])
 
 
 def operands(

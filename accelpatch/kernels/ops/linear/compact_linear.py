@@ -19,8 +19,9 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.arguments import FLOATS, require, say
 from accelpatch.kernels.compiling import libraries as building
 from accelpatch.kernels.hip import binding
-from accelpatch.kernels.layouts import compact_tiles, int4_tiles
+from accelpatch.kernels.layouts import compact_tiles
 from accelpatch.kernels.layouts.compact_tiles import FOUR, STEP, STEP_BYTES, CompactTiles
+from accelpatch.kernels.layouts.tiled import in_order, in_tiles
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops.linear import common
@@ -98,8 +99,8 @@ def by_hip(x: Tensor, *args: Any) -> Tensor:
     """
     *rest, bias = args
     tiles = CompactTiles(*rest)
-    y = binding.launch(tiles.launch(), x, bias=int4_tiles.in_tiles(bias, tiles.part))
-    return int4_tiles.in_order(y, tiles.part)
+    y = binding.launch(tiles.launch(), x, bias=in_tiles(bias, tiles.part))
+    return in_order(y, tiles.part)
 
 
 def unpack_why_not(spec: Spec, device: Device) -> str | None:
@@ -150,7 +151,7 @@ def in_halves(bias: Tensor | None, tiles: CompactTiles) -> Tensor | None:
 def _slice(tiles: CompactTiles, start: int, stop: int) -> CompactTiles:
     """The tiles start .. stop - 1, with all rows in them."""
     rows = min(stop * TILE_ROWS, tiles.rows) - start * TILE_ROWS
-    w, scale, outliers = (table[start:stop] for table in tiles[:3])
+    w, scale, outliers = (table[start:stop] for table in tiles.tables.values())
     return CompactTiles(w, scale, outliers, rows, tiles.k, "all" if tiles.part == "all" else "both")
 
 
@@ -198,7 +199,7 @@ def cases() -> list[Case]:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
             tiles = CompactTiles.pack(weight(generator, device, n, k))
             if part != "all":
-                tiles = tiles.pair()._replace(n=n if part == "both" else n // 2, part=part)
+                tiles = tiles.pair().replace(n=n if part == "both" else n // 2, part=part)
             x = torch.randn(m, k, generator=generator).to(device, dtype)
             return x, *tiles, torch.randn(tiles.n, generator=generator).to(device, dtype) if bias else None
 

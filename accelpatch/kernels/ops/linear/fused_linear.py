@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.arguments import require
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Signal
-from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.kernels.layouts.layout import Layout
+from accelpatch.kernels.layouts.tiled import in_order, in_tiles
 from accelpatch.kernels.ops.activation import gated_activation
 from accelpatch.kernels.ops.activation.gated_activation import ACTIVATIONS, gated
 from accelpatch.kernels.ops.activation.quantize_rows import QuantizedRows
@@ -44,8 +44,8 @@ class FusedLinear(Described):
     """A linear layer: a weight in any layout of `LINEARS`, and bias[N] in x's dtype.
 
     activation: of y before the residual, a name of `gated_activation.ACTIVATIONS`. producer: flag for the columns of y,
-    if a call is `one_launch`. consumer: flag for the columns of x. order[K] int32: the input of each column of the
-    weight, or None where they are in order; reordering x, with the norm, is a launch of its own.
+    if a call is `one_launch`. consumer: flag for the columns of x. Reordering x for the weight's
+    `order`, with the norm, is a launch of its own.
     """
 
     weight: Layout
@@ -53,12 +53,16 @@ class FusedLinear(Described):
     producer: Signal | None = None
     consumer: Signal | None = None
     activation: str | None = None
-    order: Tensor | None = None
 
     @property
     def raw(self) -> Tensor:
         """The weight's main tensor, without scales."""
         return self.weight.w
+
+    @property
+    def order(self) -> Tensor | None:
+        """The input of each column of the weight; None where they are in order."""
+        return self.weight.order
 
     @property
     def n(self) -> int:
@@ -128,7 +132,7 @@ class FusedLinear(Described):
     @functools.cached_property
     def in_order(self) -> FusedLinear:
         """This layer for an x whose columns are in the weight's order."""
-        return replace(self, order=None)
+        return replace(self, weight=replace(cast(Any, self.weight), order=None))
 
     @functools.cached_property
     def many(self) -> Callable[[Tensor], Tensor] | None:
@@ -197,7 +201,7 @@ def by_hip(layer: FusedLinear, x: Tensor, norm: FusedNorm | None, gate: str | No
     activation = "silu_gate" if one else INSIDE.get(layer.activation or "", "none")
     after = layer.activation if layer.activation not in INSIDE else None
     inside = not mixed and (gate is None or one) and after is None
-    bias = int4_tiles.in_tiles(layer.bias, part) if mixed else layer.bias
+    bias = in_tiles(layer.bias, part) if mixed else layer.bias
     y = binding.launch(
         layer.weight.launch(), x, bias=bias, residual=residual if inside else None,
         activation=activation,
@@ -205,7 +209,7 @@ def by_hip(layer: FusedLinear, x: Tensor, norm: FusedNorm | None, gate: str | No
         norm_bias=None if norm is None else norm.bias, epsilon=0.0 if norm is None else norm.eps,
         producer=layer.producer, consumer=layer.consumer,
     )  # fmt: skip
-    y = int4_tiles.in_order(y, part) if mixed else y
+    y = in_order(y, part) if mixed else y
     if gate is not None and not one:
         y = gated(y, gate)
     y = y if after is None else ACTIVATIONS[after](y)

@@ -21,8 +21,8 @@ def _packed(make: Any) -> Any:
         if len(args) == 4:
             x, q, scale, bias = args
             return x, *Pack.pack(q, scale, bits=8).arguments(), bias
-        x, q, scale, offset, bias = args
-        return x, *Pack.pack(q, scale, offset, bits=4).arguments(), bias
+        x, q, scale, offset, codes, bias = args
+        return x, *Pack.pack(q, scale, offset, bits=4, codes=codes).arguments(), bias
 
     return packed
 
@@ -30,7 +30,7 @@ def _packed(make: Any) -> Any:
 def _fits(case: Case) -> bool:
     """Whether the case's group size (the part `g...` of its id) can be packed."""
     group, k = (int(part[1:]) for name in "gk" for part in case.id.split("-") if part[0] == name and part[1:].isdigit())
-    return group == k or group % 16 == 0
+    return group % 16 == 0 or (group == k and not any(book in case.id for book in CODEBOOKS))
 
 
 def cases() -> list[Case]:

@@ -4,13 +4,12 @@
     packed_embedding   rows[..., K] = w[ids[...]]
 
 The pack is the only copy of the weight that a module holds. It has the same values as in int8_linear and int4_linear,
-as CODEBOOKS[codes][u] * scale, or as in gguf_values.py: the reference unpacks it and decodes as they do.
+or as in block_linear: the reference unpacks it and decodes as they do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,67 +22,38 @@ from accelpatch.kernels.arguments import require, say
 from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.kernels.cpu import linear as cpu_linear
 from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.cpu.native_library import DENSE, INT8
 from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.kernels.layouts.gguf_blocks import GgufBlocks
+from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows, Plain, RowMajor
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops.linear import codebook_linear, common, float_linear, gguf_values, int4_linear, int8_linear
+from accelpatch.kernels.ops.linear import block_linear, common, float_linear, int4_linear, int8_linear
 from accelpatch.kernels.ops.linear.packed_cases import cases, embedding_cases
 from accelpatch.kernels.spec import Blocks, Implementation, Kernel, Spec
 
 #: code path -> rows of x from which dequantising is faster (VNNI's integer GEMM stays faster for longer)
 PANELS = {"avx512": 64, "avx2": 16, "portable": 16}
+#: canonical layout -> its weight and bias as floats, of (dtype, *arguments, bias)
+DECODERS: Mapping[type, Callable[..., tuple[Tensor, Tensor | None]]] = {
+    Plain: float_linear.dense, Int8Rows: int8_linear.dense, Int4Rows: int4_linear.dense, GgufBlocks: block_linear.dense,
+}  # fmt: skip
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
-Decoder = Callable[..., tuple[Tensor, Tensor | None]]
-
-
-def _decoder(pack: Pack) -> tuple[Decoder, tuple[Tensor | None, ...]]:
-    """A function (dtype, *tensors, bias) -> (weight[N, K] in `dtype`, bias), and the tensors, each with a row a row."""
-    decode: Decoder
-    unpacked = pack.unpack()
-    if pack.kind == DENSE:
-        decode, tensors = float_linear.dense, (unpacked,)
-    elif pack.form is not None:
-        decode, tensors = partial(_by_blocks, pack.form), (unpacked,)
-    elif pack.codes:
-        decode, tensors = partial(_by_codebook, pack.codes), unpacked[:2]
-    else:
-        decode, tensors = (int8_linear.dense, unpacked[:2]) if pack.kind == INT8 else (int4_linear.dense, unpacked)
-    return decode if pack.order is None else partial(_in_order, decode, pack.order), tensors
-
-
-def _by_codebook(
-    codes: str, dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    return codebook_linear.dense(dtype, q, scale, codes, bias)
-
-
-def _by_blocks(
-    form: str, dtype: torch.dtype, blocks: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    weight = gguf_values.dequantize_rows(blocks, form, torch.promote_types(dtype, torch.float32))
-    return weight.to(dtype), None if bias is None else bias.to(dtype)
-
-
-def _in_order(decode: Decoder, order: Tensor, dtype: torch.dtype, *weight: Any) -> tuple[Tensor, Tensor | None]:
-    """The columns as they multiply x."""
-    packed, bias = decode(dtype, *weight)
-    return torch.empty_like(packed).index_copy_(1, order.long(), packed), bias
-
-
 def dense(dtype: torch.dtype, *packed: Any) -> tuple[Tensor, Tensor | None]:
-    """The pack's weight as floats in `dtype`, and the bias."""
+    """The pack's weight as floats in `dtype`, its columns as they multiply x, and the bias."""
     *weight, bias = packed
-    decode, tensors = _decoder(Pack(*weight))
-    return decode(dtype, *tensors, bias)
+    return _dense(Pack(*weight).canonical(), dtype, bias)
+
+
+def _dense(rows: RowMajor, dtype: torch.dtype, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    return common.dense_of(rows, DECODERS[type(rows)], dtype, bias)
 
 
 def blocks(*packed: Any) -> Blocks:
     """The weight and the bias in float64, in blocks of rows."""
     *weight, bias = packed
-    decode, tensors = _decoder(Pack(*weight))
-    return common.float64_blocks(decode, *tensors, bias)
+    rows = Pack(*weight).canonical()
+    return common.blocks_of(rows, DECODERS[type(rows)], bias)
 
 
 def reference(x: Tensor, *packed: Any) -> Tensor:
@@ -93,10 +63,8 @@ def reference(x: Tensor, *packed: Any) -> Tensor:
 
 def embedding_reference(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
     """Dequantise the rows in use to a table of their own, then torch's own embedding."""
-    decode, tensors = _decoder(Pack(*packed))
     used, places = torch.unique(ids, return_inverse=True)
-    rows, _ = decode(dtype, *(None if one is None else one[used] for one in tensors))
-    return functional.embedding(places, rows)
+    return functional.embedding(places, _dense(Pack(*packed).canonical().at(used), dtype)[0])
 
 
 def spec(x: Tensor, *packed: Any) -> Spec:
@@ -142,21 +110,19 @@ def _cpu(x: Tensor, *packed: Any) -> Tensor:
 
 def _torch(x: Tensor, *packed: Any) -> Tensor:
     *weight, bias = packed
-    pack = Pack(*weight)
-    decode, tensors = _decoder(pack)
+    held = Pack(*weight).canonical()
 
     def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        return decode(dtype, *(None if one is None else one[start:stop] for one in tensors))[0]
+        return _dense(held.at(slice(start, stop)), dtype)[0]
 
-    return common.by_row_blocks(x, pack.n, pack.k, rows, bias)
+    return common.by_row_blocks(x, held.n, held.k, rows, bias)
 
 
 def _torch_embedding(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
-    pack = Pack(*packed)
-    decode, tensors = _decoder(pack)
+    held, flat = Pack(*packed).canonical(), ids.reshape(-1)
     # index_select, as nn.Embedding does: an id out of range, a negative one too, raises IndexError
-    used = (None if one is None else one.index_select(0, ids.reshape(-1)) for one in tensors)
-    return decode(dtype, *used)[0].view(*ids.shape, pack.k)
+    places = torch.arange(held.n).index_select(0, flat)
+    return _dense(held.at(places), dtype)[0].view(*ids.shape, held.k)
 
 
 def _torch_why_not(spec: Spec, device: Device) -> str | None:

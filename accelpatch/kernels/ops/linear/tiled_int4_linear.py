@@ -16,13 +16,14 @@ from torch.nn import functional
 from accelpatch.device import KIB, Device, probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.arguments import FLOATS, require, say
-from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.kernels.layouts.int4_tiles import Tiles
+from accelpatch.kernels.layouts.row_major import Int4Rows
+from accelpatch.kernels.layouts.tiled import in_order, in_tiles
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops.linear import codebook_linear, common, int4_linear
+from accelpatch.kernels.ops.linear import common, int4_linear
 from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
@@ -30,44 +31,26 @@ OP, GEMM = "tiled_int4_linear", "int4_gemm"
 GEMM_SHARED = 227 * KIB  # of a block, for 9 to 64 rows
 
 
-def tiles_for(weight: tuple[Tensor, Tensor, Tensor | None], dtype: torch.dtype, device: torch.device) -> Tiles | None:
-    """Tiles of a canonical weight where `hip` would run on them for x of `dtype`; else None."""
-    q, scale, offset = weight
+def tiles_for(rows: Int4Rows, dtype: torch.dtype) -> Tiles | None:
+    """Tiles of a canonical weight on a GPU where `hip` would run on them for x of `dtype`; else None."""
+    device = rows.w.device
     if device.type != "cuda":
         return None
-    n, k = q.shape[0], 2 * q.shape[1]
-    wanted = of_shape(n, k, dtype, k // scale.shape[1], int4_tiles.kind_of(offset), scale.dtype)
-    fits = why_not(wanted, probe(device)) is None and int4_tiles.exact(offset, scale.dtype)
-    return Tiles.pack(q, scale, offset) if fits else None
-
-
-def tiles_of_codes(q: Tensor, scale: Tensor, codebook: str, dtype: torch.dtype, device: torch.device) -> Tiles | None:
-    """Tiles of a canonical weight with a codebook where `hip` would run on them for x of `dtype`; else None."""
-    if device.type != "cuda":
-        return None
-    n, k = q.shape[0], 2 * q.shape[1]
-    wanted = of_shape(n, k, dtype, k // scale.shape[1], codebook, scale.dtype)
-    return Tiles.of_codes(q, scale, codebook) if why_not(wanted, probe(device)) is None else None
+    wanted = of_shape(rows.n, rows.k, dtype, rows.k // rows.scale.shape[1], rows.kind, rows.scale.dtype)
+    fits = why_not(wanted, probe(device)) is None and int4_tiles.exact(rows.offset, rows.scale.dtype)
+    return Tiles.of(rows) if fits else None
 
 
 def dense(dtype: torch.dtype, *args: Any) -> tuple[Tensor, Tensor | None]:
     """The tiles' weight as floats in `dtype`, and the bias."""
     *rest, bias = args
-    tiles = Tiles(*rest)
-    q, scale, offset = tiles.unpack()
-    if tiles.kind in CODEBOOKS:
-        return codebook_linear.dense(dtype, q, scale, tiles.kind, bias)
-    return int4_linear.dense(dtype, q, scale, offset, bias)
+    return int4_linear.dense(dtype, *Tiles(*rest).canonical().arguments(), bias)
 
 
 def blocks(*args: Any) -> Blocks:
     """The weight and the bias in float64, in blocks of rows."""
     *rest, bias = args
-    tiles = Tiles(*rest)
-    q, scale, offset = tiles.unpack()
-    if tiles.kind in CODEBOOKS:
-        return codebook_linear.blocks(q, scale, tiles.kind, bias)
-    return int4_linear.blocks(q, scale, offset, bias)
+    return int4_linear.blocks(*Tiles(*rest).canonical().arguments(), bias)
 
 
 def reference(x: Tensor, *args: Any) -> Tensor:
@@ -125,9 +108,7 @@ def libraries(spec: Spec, device: Device) -> tuple[str, ...]:
 def _unfit(spec: Spec, device: Device, function: str, variant: str = "") -> str | None:
     assert spec.group_size is not None
     k, group = spec.sizes["K"], spec.group_size
-    codes = spec.offset in CODEBOOKS
-    unfit = int4_tiles.unfit_codes(k, group) if codes else int4_tiles.unfit(k, group, spec.scale_dtype)
-    return unfit or binding.why_not(spec, device, function, variant)
+    return int4_tiles.unfit(k, group, spec.scale_dtype, spec.offset) or binding.why_not(spec, device, function, variant)
 
 
 def by_hip(x: Tensor, *args: Any) -> Tensor:
@@ -164,7 +145,7 @@ def by_hip_gemm(x: Tensor, *args: Any) -> Tensor:
 def _in_order(x: Tensor, args: tuple[Any, ...], gemm: bool = False) -> Tensor:
     *rest, bias = args
     tiles = Tiles(*rest)
-    return int4_tiles.in_order(launched(x, tiles, int4_tiles.in_tiles(bias, tiles.part), gemm), tiles.part)
+    return in_order(launched(x, tiles, in_tiles(bias, tiles.part), gemm), tiles.part)
 
 
 def facts(x: Tensor, *tiles: Any) -> dispatch.Facts:
@@ -203,8 +184,8 @@ def by_triton(x: Tensor, *args: Any) -> Tensor:
     tiles = Tiles(*rest)
     if tiles.part == "both" and written(x.numel() // tiles.k):
         return run(x, *args)
-    whole = tiles._replace(n=tiles.rows, part="all")
-    return int4_tiles.in_order(run(x, *whole, int4_tiles.in_tiles(bias, tiles.part)), tiles.part)
+    whole = tiles.replace(n=tiles.rows, part="all")
+    return in_order(run(x, *whole, in_tiles(bias, tiles.part)), tiles.part)
 
 
 def by_torch(x: Tensor, *args: Any) -> Tensor:
@@ -216,12 +197,9 @@ def by_torch(x: Tensor, *args: Any) -> Tensor:
         first, last = start // TILE_ROWS, -(-stop // TILE_ROWS)
         beside = None if tiles.offset is None else tiles.offset[first:last]
         count = min(last * TILE_ROWS, tiles.n) - first * TILE_ROWS
-        part = tiles._replace(w=tiles.w[first:last], scale=tiles.scale[first:last], offset=beside, n=count)
-        q, scale, offset = part.unpack()
+        part = tiles.replace(w=tiles.w[first:last], scale=tiles.scale[first:last], offset=beside, n=count)
         wide, inside = torch.promote_types(dtype, torch.float32), slice(start % TILE_ROWS, stop - first * TILE_ROWS)
-        if tiles.kind in CODEBOOKS:
-            return codebook_linear.dequantize_rows(q, scale, tiles.kind, wide)[inside]
-        return int4_linear.dequantize_rows(q, scale, offset, wide)[inside]
+        return int4_linear.dequantize_rows(*part.canonical().arguments(), wide)[inside]
 
     return common.by_row_blocks(x, tiles.n, tiles.k, rows, bias)
 
@@ -254,8 +232,8 @@ def cases() -> list[Case]:
 
     def tiled(case: Case) -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-            x, q, scale, offset, bias = case.make(generator, dtype, device)
-            return x, *Tiles.pack(q, scale.to(torch.float16), offset), bias
+            x, q, scale, offset, codes, bias = case.make(generator, dtype, device)
+            return x, *Tiles.pack(q, scale.to(torch.float32 if codes else torch.float16), offset, codes), bias
 
         return Case(case.id, make)
 
@@ -265,7 +243,7 @@ def cases() -> list[Case]:
             scale, least = (torch.rand(2, 96, 5, generator=generator) / 100).to(device, torch.float16)
             x = torch.randn(m, 160, generator=generator).to(device, dtype)
             both = Tiles.pack(q, scale, least).pair()
-            tiles = both if part == "both" else both._replace(n=48, part=part)
+            tiles = both if part == "both" else both.replace(n=48, part=part)
             return x, *tiles, torch.randn(tiles.n, generator=generator).to(device, dtype)
 
         return Case(f"m{m}-paired-{part}", make)
@@ -275,12 +253,12 @@ def cases() -> list[Case]:
             q = torch.randint(-128, 128, (65, 96), generator=generator, dtype=torch.int8).to(device)
             scale = (torch.rand(65, 192 // group, generator=generator) / 10).to(device)
             x = torch.randn(m, 192, generator=generator).to(device, dtype)
-            return x, *Tiles.of_codes(q, scale, codebook), torch.randn(65, generator=generator).to(device, dtype)
+            return x, *Tiles.pack(q, scale, codes=codebook), torch.randn(65, generator=generator).to(device, dtype)
 
         return Case(f"m{m}-g{group}-{codebook}", make)
 
     codes = [of_codes(m, group, book) for m in (1, 9, 70) for group, book in ((64, "nf4"), (32, "nf4"), (64, "fp4"))]
-    whole = [tiled(case) for case, size in zip(int4_linear.cases(), common.SIZES, strict=True) if _fits(size)]
+    whole = [tiled(case) for case, size in zip(int4_linear.cases(), common.SIZES, strict=False) if _fits(size)]
     return whole + codes + [interleaved(part, m) for part in ("both", "gate", "up") for m in (1, 9, 70)]
 
 

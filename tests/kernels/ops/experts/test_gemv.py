@@ -13,7 +13,6 @@ from accelpatch.device import KNOWN, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.compiling import libraries
-from accelpatch.kernels.layouts import expert_tiles
 from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.ops.experts import experts
 from accelpatch.kernels.ops.experts import gemv as expert_gemv
@@ -110,7 +109,7 @@ def test_what_lies_in_tiles(up: Any, down: Any, fits: bool, monkeypatch: pytest.
     assert experts.tiles_for(up, down, "gelu", torch.bfloat16, cuda) is None
     assert experts.tiles_for(up, down, "silu", torch.bfloat16, torch.device("cpu")) is None
     for stack, given, interleaved in zip(made or (), (up, down), (True, False), strict=False):
-        q, scale, offset = expert_tiles.untiled(stack, interleaved=interleaved)
+        q, scale, offset, _ = stack.canonical(0, interleaved=interleaved)
         assert torch.equal(q, given["q"])
         assert torch.equal(scale, given["scale"])
         assert (offset is None) == (given["offset"] is None)
@@ -119,7 +118,7 @@ def test_what_lies_in_tiles(up: Any, down: Any, fits: bool, monkeypatch: pytest.
 
 def _tiles() -> list[Any]:
     up, down = (
-        expert_tiles.tiled(*(canonical(n, k)[name] for name in experts.TABLES), interleaved=interleaved)  # type: ignore[arg-type]
+        Stack.of_tiles(*(canonical(n, k)[name] for name in experts.TABLES), interleaved=interleaved)  # type: ignore[arg-type]
         for n, k, interleaved in ((256, 128, True), (128, 128, False))
     )
     x, ids = torch.zeros(1, 128), torch.zeros(1, 1, dtype=torch.int64)

@@ -12,7 +12,7 @@ from accelpatch.device import KNOWN
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.compiling import libraries
-from accelpatch.kernels.layouts import expert_tiles
+from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.ops.experts import experts, routed_experts
 from accelpatch.kernels.spec import Spec
 from accelpatch.modules import quantized_experts
@@ -88,7 +88,7 @@ def test_of_equal_logits_the_reference_takes_the_first() -> None:
 
 
 def tiles(up: Any, down: Any, *_: Any) -> Any:
-    one, other = (expert_tiles.tiled(*(held[part] for part in PARTS), interleaved=held is up) for held in (up, down))
+    one, other = (Stack.of_tiles(*(held[part] for part in PARTS), interleaved=held is up) for held in (up, down))
     return one, other
 
 

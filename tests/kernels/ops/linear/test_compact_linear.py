@@ -23,7 +23,7 @@ def test_slices_of_a_weight(device: str, part: str, monkeypatch: pytest.MonkeyPa
     w[77, :3] = 0.0
     tiles = CompactTiles.pack(w.to(device))
     if part != "all":
-        tiles = tiles.pair()._replace(n=160 if part == "both" else 80, part=part)
+        tiles = tiles.pair().replace(n=160 if part == "both" else 80, part=part)
     x = torch.randn(70, 100, generator=generator).bfloat16().to(device)
     bias = torch.randn(tiles.n, generator=generator).bfloat16().to(device)
     made = []
@@ -44,6 +44,6 @@ def test_a_device_undoes_them_bit_for_bit(n: int, k: int, part: str) -> None:
     w[5], w[7, ::64], w[n - 1, k // 2] = -0.0, 1e-20, -1e30
     tiles = CompactTiles.pack(w)
     if part != "all":
-        tiles = tiles.pair()._replace(n=n if part == "both" else n // 2, part=part)
+        tiles = tiles.pair().replace(n=n if part == "both" else n // 2, part=part)
     want = {"gate": w[: n // 2], "up": w[n // 2 :]}.get(part, w)
     assert torch.equal(compact_linear.unpacked(tiles).view(torch.int16), want.view(torch.int16))

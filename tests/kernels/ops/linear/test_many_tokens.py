@@ -73,7 +73,7 @@ def test_the_operation(part: str, dtype: torch.dtype, launched: list[str]) -> No
     tiles = Tiles.pack(q, scale, least)
     if part != "all":
         tiles = tiles.pair()
-        tiles = tiles if part == "both" else tiles._replace(n=48, part=part)
+        tiles = tiles if part == "both" else tiles.replace(n=48, part=part)
     x = torch.randn(2, 7, 264, generator=generator).to(dtype)[..., 8:]
     args = (x, *tiles, torch.randn(tiles.n, generator=generator).to(dtype))
     y = tiled_int4_linear.by_hip_gemm(*args)
