@@ -15,8 +15,8 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,13 +25,27 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from accelpatch.bench.timing import Timing, measure, measure_replays
-from accelpatch.device import probe
+from accelpatch.device import Device, probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
 from accelpatch.kernels.ops.attention import cases as attention_cases
 from accelpatch.kernels.ops.attention.flash_attention import OP, spec
+from accelpatch.kernels.triton.flash_tiles import Tile, fits
 
 DTYPE = torch.bfloat16
+#: what a tuner tries
+CANDIDATES: Mapping[str, tuple[Tile, ...]] = {
+    "nvidia": (
+        Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 128, 4, 2), Tile(128, 32, 4, 3), Tile(128, 64, 4, 2),
+        Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(128, 64, 8, 4), Tile(128, 128, 8, 2),
+        Tile(128, 128, 8, 3), Tile(128, 128, 4, 2), Tile(256, 64, 8, 2), Tile(64, 32, 4, 2),
+    ),
+    "amd": (
+        Tile(128, 64, 4, 1, 2), Tile(128, 64, 4, 1, 1), Tile(128, 64, 4, 2, 2), Tile(128, 128, 4, 1, 1),
+        Tile(128, 32, 4, 1, 2), Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 1, 2), Tile(256, 64, 8, 1, 1),
+        Tile(128, 64, 8, 1, 2), Tile(128, 128, 8, 1, 2),
+    ),
+}  # fmt: skip
 CHECKED = {
     "causal": attention_cases.Call(2, 4, 2, 300, 300, 128),
     "last": attention_cases.Call(1, 4, 2, 2048, 4500, 128),
@@ -152,12 +166,20 @@ def table(shapes: list[Shape], names: list[str], device: torch.device, repeats: 
     return figures
 
 
+def configurations(device: Device, size: int) -> tuple[Tile, ...]:
+    """The tiles that a tuner tries for heads of this size in 16 bits."""
+    tiles = [tile for tile in CANDIDATES.get(device.vendor, ()) if fits(tile, device, size)]
+    if device.facts is not None and device.facts.matrix == "wgmma":
+        tiles += [replace(tile, tma=True) for tile in tiles]
+    return tuple(tiles)
+
+
 def tiles(shapes: list[Shape], device: torch.device, repeats: int) -> list[dict[str, object]]:
     """Print the rate of each configuration of the Triton kernel, the fastest first; the figures."""
     from triton.runtime.errors import OutOfResources
 
     from accelpatch.kernels.triton.flash_attention import flash_attention as run
-    from accelpatch.kernels.triton.flash_tiles import chosen, configurations
+    from accelpatch.kernels.triton.flash_tiles import chosen
 
     figures = []
     for shape in shapes:

@@ -93,7 +93,7 @@ def tiled(tile: tuple[int, int, int, int], sums: int, gated: bool) -> Iterator[N
     name = "FP8_GATED" if gated else "FP8_TILES"
     before = getattr(kernels, name), kernels.UNIT_SUMS
     rows, columns, warps, stages = tile
-    setattr(kernels, name, ((0, kernels.Tile(rows, columns, 128, warps, stages)),))
+    setattr(kernels, name, ((0, kernels.Block(rows, columns, 128, warps, stages)),))
     kernels.UNIT_SUMS = sums
     try:
         yield

@@ -59,9 +59,9 @@ def sizes(block: gemm.Block) -> dict[str, int]:
     return {"TOKENS": block.tokens, "ROWS": block.rows}
 
 
-def of_tile(tile: gemm_w8a8.Tile) -> dict[str, int]:
+def of_tile(tile: gemm.Block) -> dict[str, int]:
     """A tile's compile-time values."""
-    return {"TILE_M": tile.m, "TILE_N": tile.n, "TILE_K": tile.k}
+    return {"TILE_M": tile.tokens, "TILE_N": tile.rows, "TILE_K": tile.columns}
 
 
 ATTENTION = ("*bf16", *("*i64",) * 3, "*bf16", "*bf16", "*fp32", *("*bf16",) * 3, "*fp32", "*fp32", "*i32",
@@ -102,8 +102,8 @@ def products(form: str, sums: str, archs: tuple[str, ...], number: int) -> dict[
                               | added, TILE.warps),
         "streams added up": Build(kernels.add_up, (f"*{sums}", *behind, *("i32",) * 4), flags | {"SIZE": 1024} | added),
         "rows": Build(quantize_rows._row, ("*bf16", "*fp32", one, "*fp32", "i32", "i32"),
-                      {"STATIC": False, "DEPENDENT": False, "BLOCK": 4096}, 8),
-        "rows of a gate": Build(quantize_rows._gated_row, ("*bf16", "*fp32", one, "*fp32", "i32", "i32"),
+                      {"CODE": -1, "STATIC": False, "DEPENDENT": False, "BLOCK": 4096}, 8),
+        "rows of a gate": Build(quantize_rows._row, ("*bf16", "*fp32", one, "*fp32", "i32", "i32"),
                                 {"CODE": 0, "STATIC": False, "DEPENDENT": False, "BLOCK": 16384}, 16),
         "rows of a norm": Build(rmsnorm._row, (*("*bf16",) * 3, one, "*bf16", "*fp32", "*fp32", "i32", "fp32"),
                                 NORM | {"ADD": True, "ROWS": True}, 8),

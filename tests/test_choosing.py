@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 import typer
-from accelpatch.kernels.build import libraries
+from accelpatch.kernels.compiling import libraries
 from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from accelpatch.fusion import layer_facts
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.kernels.cpu.decode_step import Sizes, why_not_layer
-from accelpatch.models.family import STATIC_ROPE, Rotary, family_of_class, form_of, has_layer_norms
+from accelpatch.models.family import STATIC_ROPE, Family, Rotary, family_of_class, form_of, has_layer_norms
 from accelpatch.modules.attention import FlashAttention
 from accelpatch.modules.attention_settings import NAME, original_name, was_eager
 from accelpatch.modules.rotary import FusedRotaryEmbedding
@@ -22,6 +22,7 @@ from accelpatch.modules.rotary import FusedRotaryEmbedding
 CAPPED = ("eager", NAME)  # implementations that apply a softcap of the scores
 IMPLEMENTATIONS = ("eager", "sdpa", NAME, None)
 LONGROPE = "longrope"
+UNKNOWN = Family("", (), {})
 IN_PLACE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)  # writes of longrope's frequencies
 
 
@@ -45,8 +46,7 @@ def _own(attention: Any) -> type:
 
 
 def runs_eager(attention: Any) -> bool:
-    """Whether transformers' implementation that a module has, or that this package's stands for, is `eager`, which None
-    is too."""
+    """Whether the implementation of transformers that runs, or that ours stands for, is `eager`, which None is too."""
     name = attention.config._attn_implementation
     if name == NAME and (name := original_name(attention)) is None:
         return was_eager(attention)
@@ -69,8 +69,8 @@ def rotary_why_not(rotary: Any) -> str | None:
         return None
     if by_length(rotary):
         return None if IN_PLACE else "transformers before 5.23 puts other frequencies into its rotary embedding"
-    family = family_of_class(rotary, "RotaryEmbedding")
-    if family is None or family.rotary is None or not family.rotary.tables:
+    form = _family(rotary, "RotaryEmbedding").rotary
+    if form is None or not form.tables:
         return "its rotary embedding was not replaced"
     kind = getattr(rotary, "rope_type", None)
     return None if kind in STATIC_ROPE else f"its rope type is {kind}"
@@ -82,23 +82,25 @@ def by_length(rotary: Any) -> bool:
     return known and getattr(rotary, "rope_type", None) == LONGROPE
 
 
+def _family(module: Any, ending: str = "Attention") -> Family:
+    """As family_of_class; one with nothing of its own for a class that is not known."""
+    return family_of_class(module, ending) or UNKNOWN
+
+
 def form_of_rotary(attention: Any) -> Rotary:
     """The rotary embedding of an attention layer's family."""
-    family = family_of_class(attention, "Attention")
-    return Rotary() if family is None or family.rotary is None else family.rotary
+    return _family(attention).rotary or Rotary()
 
 
 def applies_rotary(attention: Any) -> bool:
     """Whether a layer applies the rotary embedding at all."""
-    family = family_of_class(attention, "Attention")
-    rotary = None if family is None else family.rotary
+    rotary = _family(attention).rotary
     return rotary is not None and (rotary.without is None or bool(getattr(attention, rotary.without)))
 
 
 def normed_over_all(attention: Any) -> bool:
     """Whether q_norm and k_norm are over all heads of a token, not over each."""
-    family = family_of_class(attention, "Attention")
-    return family is not None and family.q_k_norm == "all" and hasattr(attention, "q_norm")
+    return _family(attention).q_k_norm == "all" and hasattr(attention, "q_norm")
 
 
 def head_size(attention: Any) -> int:
@@ -161,18 +163,16 @@ def native_why_not(layer: Any, model: Any) -> str | None:
 
 def embedding_multiplier(model: Any) -> float:
     """By what the model's decoder multiplies its embeddings."""
-    family = family_of_class(model, "ForCausalLM")
-    name = None if family is None else family.embedding_multiplier
+    name = _family(model, "ForCausalLM").embedding_multiplier
     return 1.0 if name is None else float(getattr(model.model, name))
 
 
 def logit_divisor(model: Any) -> float:
     """By what the model divides its logits."""
-    family = family_of_class(model, "ForCausalLM")
-    if family is not None and family.logit_multiplier is not None:
+    family = _family(model, "ForCausalLM")
+    if family.logit_multiplier is not None:
         return 1.0 / float(getattr(model.config, family.logit_multiplier))
-    name = None if family is None else family.logit_divisor
-    return 1.0 if name is None else float(getattr(model.config, name))
+    return 1.0 if family.logit_divisor is None else float(getattr(model.config, family.logit_divisor))
 
 
 def layer_type(attention: Any) -> str:
@@ -194,21 +194,13 @@ def one_rope(rotary: nn.Module) -> bool:
     return hasattr(rotary, "inv_freq")
 
 
-def rope_arguments(rotary: nn.Module, attention: Any) -> tuple[str, ...]:
-    """What a layer's rotary embedding takes besides hidden states and positions: the layer's type, if there are
-    several sets of frequencies."""
-    return () if one_rope(rotary) else (layer_type(attention),)
-
-
 def score_cap(attention: Any) -> float:
     """Softcap of the attention scores, 0 for none; transformers' sdpa does not apply it."""
-    family = family_of_class(attention, "Attention")
-    capped = family is not None and family.capped_scores and attention.config._attn_implementation in CAPPED
+    capped = _family(attention).capped_scores and attention.config._attn_implementation in CAPPED
     return float((attention.attn_logit_softcapping if capped else None) or 0.0)
 
 
 def logit_cap(model: Any) -> float:
     """Softcap of the logits, 0 for none."""
-    family = family_of_class(model, "ForCausalLM")
-    capped = family is not None and family.capped_logits
+    capped = _family(model, "ForCausalLM").capped_logits
     return float((getattr(model.config, "final_logit_softcapping", None) if capped else None) or 0.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from accelpatch.fusion import attention_facts, layer_facts
-from accelpatch.fusion.call import run_module
+from accelpatch.fusion.call import Movable, run_module
 from accelpatch.fusion.decoder import layers_of
 from accelpatch.fusion.module_cache import ModuleCache
 from accelpatch.kernels.attention_shape import AttentionShape
@@ -25,7 +25,7 @@ from accelpatch.kernels.ops.attention.prompt_attention import (
 
 
 @dataclass(eq=False)
-class CacheCall:
+class CacheCall(Movable):
     """A call of L tokens a row. positions[B, L]; mask[B, past + L] or None; cache: None for none; past: cached
     tokens. blind: whether the caller gets the results of tokens that see no key; attention is then by the functions
     that transformers calls, which differ in what they give those.
@@ -40,13 +40,6 @@ class CacheCall:
 
     def __post_init__(self) -> None:
         self._seen: dict[tuple[int, int], Shown] = {}
-
-    def on(self, device: torch.device) -> CacheCall:
-        """As in Call."""
-        if self.positions.device == device:
-            return self
-        mask = None if self.mask is None else self.mask.to(device)
-        return CacheCall(self.decoder, self.positions.to(device), mask, self.cache, self.past, self.blind)
 
     def form(self, layer: Any) -> Any:
         """As in Call."""
@@ -89,8 +82,7 @@ class CacheCall:
             layer.dtype, layer.device, layer.is_initialized = k.dtype, k.device, True
             layer.keys, layer.values = k, v
             return k, v
-        both: tuple[Tensor, Tensor] = self.cache.update(k, v, place)
-        return both
+        return self.cache.update(k, v, place)
 
     def first(self, place: int) -> int:
         """Index in the sequence of the first key that a layer attends to."""

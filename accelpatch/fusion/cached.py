@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,12 +14,14 @@ from accelpatch.fusion.cannot_fuse import CannotFuse
 @dataclass(frozen=True)
 class Cached:
     """What a layer caches. window: its sliding window in tokens, the new one included, 0 for none. heads, sizes, dtype:
-    of keys and values, whose sizes may differ; heads is 0 where that is not known, as of some layers' modules."""
+    of keys and values, whose sizes may differ; heads is 0 where that is not known, as of some layers' modules. device:
+    where they lie, if known. Layers of any window are equal: static caches keep all tokens."""
 
-    window: int
+    window: int = field(compare=False)
     heads: int = 0
     sizes: tuple[int, int] = (0, 0)
     dtype: torch.dtype | None = None
+    device: torch.device | None = field(default=None, repr=False)
 
 
 def cached_by(layer: Any, dtype: torch.dtype, known: tuple[int, int] | None = None) -> Cached:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import fields
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +38,19 @@ class Call(Protocol):
         """The layer at `place` by its module: x[M, K] -> [M, K]; fills the cache."""
 
 
+class Movable:
+    """Base of calls, dataclasses whose tensors all lie on one device."""
+
+    positions: Tensor
+
+    def on(self, device: torch.device) -> Self:
+        """As in Call."""
+        if self.positions.device == device:
+            return self
+        given: Any = {one.name: getattr(self, one.name) for one in fields(cast(Any, self)) if one.init}
+        return type(self)(**{name: one.to(device) if isinstance(one, Tensor) else one for name, one in given.items()})
+
+
 def is_whole(layer: Any) -> bool:
     """Whether a layer was replaced with all that is in it; its masks are boolean, and None for plain causal masking."""
     return bool(getattr(layer, "is_whole", False))
@@ -55,7 +69,8 @@ def run_module(decoder: Any, place: int, x: Tensor, positions: Tensor, visible: 
     rotary, use_cache = rotary_on(getattr(decoder, "rotary_emb", None), x.device), cache is not None
     given = {"attention_mask": seen, "position_ids": positions, layer_argument(layer): cache, "use_cache": use_cache}
     if rotary is not None:
-        given["position_embeddings"] = rotary(rows, positions, *attention_facts.rope_arguments(rotary, attention))
+        kind = () if attention_facts.one_rope(rotary) else (attention_facts.layer_type(attention),)
+        given["position_embeddings"] = rotary(rows, positions, *kind)
     made = layer(rows, **given)
     made = made[0] if isinstance(made, tuple) else made
     if not isinstance(made, Tensor) or made.shape != rows.shape:

@@ -18,37 +18,17 @@ INNER_ENDINGS = ("Model", "Decoder")  # of their decoders'
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
-    """module: the decoder, which holds the layers."""
+    """module: the decoder, which holds the layers, the embedding of token ids and the last norm. rotary, positions: the
+    rotary embedding, and the learned one of positions; None for a model without one."""
 
     module: Any
     form: DecoderForm
     head: Any
-
-    @property
-    def layers(self) -> Any:
-        """The layers' modules."""
-        return getattr(self.module, self.form.layers)
-
-    @property
-    def embedding(self) -> Any:
-        """The embedding of token ids."""
-        return getattr(self.module, self.form.embedding)
-
-    @property
-    def norm(self) -> Any:
-        """The last norm."""
-        return getattr(self.module, self.form.norm)
-
-    @property
-    def rotary(self) -> Any:
-        """The rotary embedding; None for a model without one."""
-        return getattr(self.module, "rotary_emb", None)
-
-    @property
-    def positions(self) -> Positions | None:
-        """The learned embedding of positions, or None."""
-        name = self.form.positions
-        return None if name is None else Positions(getattr(self.module, name), self.form.offset, self.form.of_mask)
+    layers: Any
+    embedding: Any
+    norm: Any
+    rotary: Any
+    positions: Positions | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +40,7 @@ class Positions:
     of_mask: bool = False
 
     def __call__(self, positions: Tensor, drafts: bool) -> Tensor:
-        """Embeddings [..., K] of positions[...]; those of draft tokens beyond the last one, which are never kept, are
-        any."""
+        """Embeddings [..., K] of positions[...]; any of draft tokens beyond the last one, which are never kept."""
         rows = positions + self.offset if self.offset else positions
         rows = rows.clamp(max=self.table.num_embeddings - 1) if drafts else rows
         return nn.functional.embedding(rows, self.table.weight)
@@ -83,7 +62,10 @@ def found_in(model: Any) -> Decoder:
     module, head = child_of(model, form.path), getattr(model, "lm_head", None)
     if module is None or head is None or not getattr(module, form.layers, None):
         raise CannotFuse("it has no Llama-like decoder")
-    decoder = Decoder(module, form, head)
+    names = (form.layers, form.embedding, form.norm, "rotary_emb")
+    layers, embedding, norm, rotary = (getattr(module, name, None) for name in names)
+    table = None if form.positions is None else Positions(getattr(module, form.positions), form.offset, form.of_mask)
+    decoder = Decoder(module, form, head, layers, embedding, norm, rotary, table)
     if reason := why_not(model, decoder):
         raise CannotFuse(reason)
     return decoder
@@ -95,14 +77,14 @@ def why_not(model: Any, decoder: Decoder) -> str | None:
     parts = (decoder.embedding, decoder.norm, decoder.rotary, decoder.head, table)
     reasons = (layer_facts.other_code(one) for one in parts if isinstance(one, nn.Module))
     form = decoder.form
-    whole = (model, decoder.module, getattr(decoder.module, form.layers))
+    whole = (model, decoder.module, decoder.layers)
     if reason := own_code.why_not_in(whole) or next(filter(None, reasons), None):
         return reason
     known = {form.layers, form.embedding, form.norm, form.positions}
     for name, child in decoder.module.named_children():
         if name not in known and any(True for _ in child.parameters()):
             return f"its decoder's {name} is not known to fused layers"
-    if not isinstance(getattr(decoder.module, form.norm, None), nn.Module):
+    if not isinstance(decoder.norm, nn.Module):
         return "its decoder has no last norm"
     if decoder.positions is not None and "weight" not in decoder.positions.table._parameters:
         return f"its decoder's {form.positions} was replaced"

@@ -89,13 +89,8 @@ class FusedModel:
         layers = tuple(None if place in failed else layer for place, layer in enumerate(self.layers))
         return replace(self, layers=layers, unfused={**self.unfused, **failed})
 
-    @property
-    def exceptions(self) -> str:
-        """What to add to the name of these layers in a report: the layers that run as modules, and why."""
-        return self.exceptions_with(())
-
     def exceptions_with(self, watched: Collection[int]) -> str:
-        """As `exceptions`, for a call in which the layers with hooks, `watched`, run as modules too."""
+        """For a report: the layers that run as modules, in this call those with hooks, `watched`, too, and why."""
         reasons = {**dict.fromkeys(watched, "a hook inside"), **self.unfused}
         return f", but modules in layers {sorted(reasons)}: {reasons[min(reasons)]}" if reasons else ""
 

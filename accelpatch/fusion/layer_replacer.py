@@ -15,7 +15,7 @@ from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.fusion.planned import libraries, planned
 from accelpatch.kernels.ops.norm.rmsnorm import chosen
-from accelpatch.models.family import LayerForm, form_of, linears_of, norm_of
+from accelpatch.models.family import LayerForm, Norm, form_of, linears_of, norm_of
 from accelpatch.modules.norm import ResidualNormLayer, positional_names
 from accelpatch.modules.replacement import adopt, skipped
 from accelpatch.patching.replacer import EVERY_CHILD, Choice, Reason, Replaced, Replacer
@@ -34,14 +34,11 @@ class FusedLayerReplacer(Replacer):
         layer, form = site.original, form_of(site.original)
         if form is None:
             return Reason(f"{type(layer).__name__} has no known norm after a residual addition")
-        kernel = "modules"
-        if not _is_plain(layer, form):
+        kernel, joined = "modules", _joined(layer, form)
+        if joined is not None:
             if any(isinstance(child, nn.Dropout) and child.p > 0 for child in layer.children()):
                 return Reason("the layer has dropout before the residual addition")
-            assert form.mlp_norm is not None
-            norm = getattr(layer, form.mlp_norm)
-            kind = norm_of(norm)
-            assert kind is not None
+            norm, kind = joined
             try:
                 kernel = chosen("add_rmsnorm", norm.weight, kind.plus_one, device)
             except KernelError as error:
@@ -58,12 +55,10 @@ class FusedLayerReplacer(Replacer):
         layer, form = site.original, form_of(site.original)
         assert form is not None
         new = adopt(ResidualNormLayer, layer)
-        new.norms, new.plain = form.norms, _is_plain(layer, form)
-        if not new.plain:
-            assert form.mlp_norm is not None
-            norm = getattr(layer, form.mlp_norm)
-            kind = norm_of(norm)
-            assert kind is not None
+        joined = _joined(layer, form)
+        new.norms, new.plain = form.norms, joined is None
+        if joined is not None:
+            norm, kind = joined
             new.norm_class, new.eps_name, new.plus_one = type(norm), kind.eps, kind.plus_one
         own = layer._modules.keys() - form.children - {name.partition(".")[0] for name in linears_of(layer).values()}
         if new.plain:  # its own forward applies dropout, and fused layers run outside of training alone
@@ -73,9 +68,10 @@ class FusedLayerReplacer(Replacer):
         return new
 
 
-def _is_plain(layer: nn.Module, form: LayerForm) -> bool:
-    """Whether a layer has no residual addition that can be one operation with the norm after it."""
+def _joined(layer: nn.Module, form: LayerForm) -> tuple[Any, Norm] | None:
+    """The norm that can be one operation with the residual addition before it, and its kind; None where none can."""
     if form.mlp_norm is None or form.multiplier is not None or form.parallel:
-        return True
-    kind = norm_of(getattr(layer, form.mlp_norm))
-    return kind is None or kind.late or kind.layer
+        return None
+    norm = getattr(layer, form.mlp_norm)
+    kind = norm_of(norm)
+    return None if kind is None or kind.late or kind.layer else (norm, kind)

@@ -117,8 +117,7 @@ def _why_not(layer: Any, model: Any) -> str | None:
 
 
 def rope_kinds(rotary: Any, layers: Sequence[Any]) -> list[str]:
-    """The layer types whose rotary frequencies differ; "" where all layers share one. Raises CannotFuse for more than a
-    step has room for."""
+    """The layer types whose rotary frequencies differ; "" where all share one. Raises CannotFuse beyond ROPES."""
     if rotary is None or attention_facts.one_rope(rotary):
         return [""]
     kinds = sorted({_type(layer) for layer in layers})
@@ -164,8 +163,7 @@ def layer_weights(layer: Any, shape: StepShape, ropes: Sequence[str]) -> LayerWe
 
 
 def norm_weight(norm: nn.Module) -> NormWeight:
-    """What a replaced norm multiplies by, and its epsilon. Raises CannotFuse for one that was not replaced, or is not
-    float32."""
+    """What a replaced norm in float32 multiplies by, and its epsilon. Raises CannotFuse for any other."""
     if is_offloaded(norm):
         raise CannotFuse(f"{type(norm).__name__}: {OFFLOADED}")
     if not isinstance(norm, FusedRMSNorm) or norm.weight.dtype != torch.float32:

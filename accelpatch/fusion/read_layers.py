@@ -82,8 +82,7 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
 
 
 def ends_of(decoder: Any, spread: Spread | None, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The last norm, on the head's device, and the head; by their modules where they are offloaded. Raises
-    CannotFuse."""
+    """The last norm, on the head's device, and the head; where offloaded by their modules. Raises CannotFuse."""
     norm, head = decoder.norm, decoder.head
     final: Any = ByModule(norm) if is_offloaded(norm) else norm_of(norm, dtype)
     if spread is not None and not isinstance(final, ByModule):
@@ -184,47 +183,31 @@ def one(module: Any, dtype: torch.dtype) -> FusedLinear | Adapted:
 
 def fuse(layer: Any, shape: AttentionShape, rotary: Any, dtype: torch.dtype) -> FusedLayer:
     """The fused layer of one decoder layer; concatenates neighbouring weights."""
-    if layer_facts.sparse_of(layer) is not None:
-        return fuse_sparse(layer, shape, rotary, dtype)
-    norms: list[Any] = [None if norm is None else norm_of(norm, dtype) for norm in norms_of(layer)]
-    before, after, inner, last = norms
-    form, parts, halves = form_of(layer), layer_facts.qkv_of(layer), layer_facts.inner_of(layer)
+    before, after, inner, last = (None if norm is None else norm_of(norm, dtype) for norm in norms_of(layer))
+    form, parts, (o,) = form_of(layer), layer_facts.qkv_of(layer), layer_facts.linears(layer, ("o_proj",))
     assert form is not None
     if inner is not None and form.mlp_norm == form.attention_norm:
         inner = before
-    plain, activation = layer_facts.has_plain_mlp(layer), layer_facts.activation_of(layer)
-    (o,), (down,) = layer_facts.linears(layer, ("o_proj",)), layer_facts.linears(layer, *layer_facts.LAST)
     qkv = with_adapters(concatenated_linear([base_of(part) for part in parts], dtype), parts, dtype)
-    inputs = [base_of(half) for half in halves]
-    both = with_adapters(
-        concatenated_linear(inputs, dtype) if plain else gated_linear(inputs, dtype, activation), halves, dtype
-    )
-    fused = FusedLayer(
-        qkv, before, shape, one(o, dtype), replace(both, activation=activation) if plain else both, inner,
-        None if plain else activation, one(down, dtype), after, last,
-        prepared(layer, rotary, dtype), multiplier_of(layer), bool(form.parallel),
-        layer_facts.by_head(layer),
-    )  # fmt: skip
-    return with_room(fused)
-
-
-def fuse_sparse(layer: Any, shape: AttentionShape, rotary: Any, dtype: torch.dtype) -> FusedLayer:
-    """The fused layer of a decoder layer with experts."""
-    before, after, inner, _ = (None if norm is None else norm_of(norm, dtype) for norm in norms_of(layer))
-    assert inner is not None
-    parts, (o,) = layer_facts.qkv_of(layer), layer_facts.linears(layer, ("o_proj",))
-    qkv = with_adapters(concatenated_linear([base_of(part) for part in parts], dtype), parts, dtype)
-    absent: Any = None  # gate, up and down are the experts'
-    fused = FusedSparseLayer(
-        qkv, before, shape, one(o, dtype), absent, inner, None, absent, after,
-        prepare=prepared(layer, rotary, dtype), by_head=layer_facts.by_head(layer),
-        sparse=sparse_mlp(layer, dtype),
-    )  # fmt: skip
-    return with_room(fused)
-
-
-def with_room(fused: FusedLayer) -> FusedLayer:
-    """A layer whose weights were laid out."""
-    if fused.attention.inv_freq.is_cuda:  # freed parts are too small for the next layer's concatenated weight
+    fused: FusedLayer
+    if layer_facts.sparse_of(layer) is not None:
+        absent: Any = None  # gate, up and down are the experts'
+        fused = FusedSparseLayer(
+            qkv, before, shape, one(o, dtype), absent, inner, None, absent, after, None, prepared(layer, rotary, dtype),
+            by_head=layer_facts.by_head(layer), sparse=sparse_mlp(layer, dtype),
+        )  # fmt: skip
+    else:
+        plain, activation = layer_facts.has_plain_mlp(layer), layer_facts.activation_of(layer)
+        halves, (down,) = layer_facts.inner_of(layer), layer_facts.linears(layer, *layer_facts.LAST)
+        inputs = [base_of(half) for half in halves]
+        both = with_adapters(
+            concatenated_linear(inputs, dtype) if plain else gated_linear(inputs, dtype, activation), halves, dtype
+        )
+        fused = FusedLayer(
+            qkv, before, shape, one(o, dtype), replace(both, activation=activation) if plain else both, inner,
+            None if plain else activation, one(down, dtype), after, last, prepared(layer, rotary, dtype),
+            multiplier_of(layer), bool(form.parallel), layer_facts.by_head(layer),
+        )  # fmt: skip
+    if shape.inv_freq.is_cuda:  # freed parts are too small for the next layer's concatenated weight
         torch.cuda.empty_cache()
     return fused

@@ -43,8 +43,7 @@ class SentinelBuffers:
 def with_signals(
     layers: Sequence[Any], dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[Any, ...], SentinelBuffers]:
-    """A model's fused layers (None: not fused) with producer and consumer flags, and the sentinel-filled buffers that
-    they use."""
+    """A model's fused layers (None: not fused) with producer and consumer flags, and their sentinel-filled buffers."""
     fused = [layer for layer in layers if layer is not None]
     consumed = [
         (

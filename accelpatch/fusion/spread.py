@@ -118,13 +118,11 @@ def rotary_on(rotary: Any, device: torch.device) -> Any:
     if device not in copies:
         made = copy.copy(rotary)
         made.__dict__ = {name: value for name, value in vars(rotary).items() if name not in HOOKED}
-        made.__dict__["_buffers"] = {name: _moved(one, device) for name, one in rotary._buffers.items()}
+        made.__dict__["_buffers"] = {
+            name: one if one is None else one.to(device) for name, one in rotary._buffers.items()
+        }
         copies[device] = made
     return copies[device]
-
-
-def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,8 +137,7 @@ class ByModule:
 
     def large_m(self, x: Tensor) -> Tensor:
         """As FusedLinear.large_m."""
-        y: Tensor = self.module(x)
-        return y
+        return self.module(x)
 
     def of_sum(self, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As FusedNorm.of_sum."""

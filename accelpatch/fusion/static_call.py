@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelpatch.fusion.call import is_whole, run_module
+from accelpatch.fusion.call import Movable, is_whole, run_module
 from accelpatch.fusion.decoder import layers_of
 from accelpatch.fusion.module_cache import ModuleCache
 from accelpatch.kernels.ops.attention.decode_attention import decode_attention_
@@ -16,7 +16,7 @@ from accelpatch.kernels.ops.attention.prompt_attention import Shown, module_mask
 
 
 @dataclass(eq=False)
-class StepCall:
+class StepCall(Movable):
     """A decode step of T tokens a row, cached from slot[1] on; positions[B, T], mask[B, capacity] of earlier slots."""
 
     decoder: Any
@@ -24,14 +24,7 @@ class StepCall:
     positions: Tensor
     slot: Tensor
     mask: Tensor
-    _seen: dict[int, Tensor] = field(default_factory=dict)
-
-    def on(self, device: torch.device) -> StepCall:
-        """As in Call; never within a graph."""
-        if self.positions.device == device:
-            return self
-        positions, slot, mask = (one.to(device) for one in (self.positions, self.slot, self.mask))
-        return StepCall(self.decoder, self.cache, positions, slot, mask)
+    _seen: dict[int, Tensor] = field(default_factory=dict, init=False)
 
     def form(self, layer: Any) -> Any:
         """As in Call. Attention of several tokens waits for the whole of q, k and v."""
@@ -62,7 +55,7 @@ class StepCall:
 
 
 @dataclass(eq=False)
-class PromptCall:
+class PromptCall(Movable):
     """A prompt of L tokens a row, or a part of one, into the slots from `start` on, where the cache holds all tokens
     before; positions[B, L], mask[B, start + L] or None."""
 
@@ -71,21 +64,14 @@ class PromptCall:
     positions: Tensor
     mask: Tensor | None
     start: int = 0
-    _seen: dict[int, Shown] = field(default_factory=dict)
-    _shown: dict[tuple[int, bool], Tensor | None] = field(default_factory=dict)  # to modules
+    _seen: dict[int, Shown] = field(default_factory=dict, init=False)
+    _shown: dict[tuple[int, bool], Tensor | None] = field(default_factory=dict, init=False)  # to modules
 
     def seen(self, window: int) -> Shown:
         """What each token sees in layers with a window."""
         if window not in self._seen:
             self._seen[window] = shown(self.mask, self.start, self.positions.shape[1], window)
         return self._seen[window]
-
-    def on(self, device: torch.device) -> PromptCall:
-        """As in Call."""
-        if self.positions.device == device:
-            return self
-        mask = None if self.mask is None else self.mask.to(device)
-        return PromptCall(self.decoder, self.cache, self.positions.to(device), mask, self.start)
 
     def form(self, layer: Any) -> Any:
         """As in Call."""

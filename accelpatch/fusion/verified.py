@@ -153,14 +153,16 @@ def _cache(decoder: Any, keys: Tensor, values: Tensor) -> Any:
     return SimpleNamespace(layers=[SimpleNamespace(keys=keys, values=values)] * len(layers_of(decoder)))
 
 
-def _prompt(decoder: Any, fused: FusedModel, place: int, rows: Rows, cache: Any) -> Iterator[Tensor]:
-    """The output for the tokens before the steps; by the layer's module where fused layers take no prompts."""
+def _prompt(decoder: Any, fused: FusedModel | None, place: int, rows: Rows, cache: Any) -> Iterator[Tensor]:
+    """The output for the tokens before the steps; by the layer's module where no fused layers take prompts."""
     if rows.prompt:
         x, mask = rows.x[:, : rows.prompt], rows.mask[:, : rows.prompt]
         call = PromptCall(decoder, cache, rows.positions[:, : rows.prompt].contiguous(), None if mask.all() else mask)
         flat = x.flatten(0, 1).contiguous()
-        fitting = fused.no_prompts is None
-        yield (_whole(*fused.run(flat, call, places=[place])) if fitting else call.by_module(flat, place)).view_as(x)
+        if fused is None or fused.no_prompts is not None:
+            yield call.by_module(flat, place).view_as(x)
+        else:
+            yield _whole(*fused.run(flat, call, places=[place])).view_as(x)
 
 
 def _whole(x: Tensor, pending: Tensor | None) -> Tensor:
@@ -173,11 +175,7 @@ def _native_steps(decoder: Any, native: NativeModel, place: int, rows: Rows) -> 
     assert layer is not None
     held = torch.zeros(2, batch, layer.kv_heads(size), length, size)
     cache = _cache(decoder, held[0], held[1])
-    made = []
-    if rows.prompt:
-        x, mask = rows.x[:, : rows.prompt], rows.mask[:, : rows.prompt]
-        call = PromptCall(decoder, cache, rows.positions[:, : rows.prompt].contiguous(), mask)
-        made.append(call.by_module(x.flatten(0, 1).contiguous(), place).view_as(x))
+    made = list(_prompt(decoder, None, place, rows, cache))
     # between two absent layers, so that neither the embedding nor the head is part of it
     step = replace(native, layers=[None, layer, None]).step([held[0]] * 3, [held[1]] * 3)
     starts, tokens = rows.mask.ne(1).sum(1), torch.zeros(batch, dtype=torch.int64)

@@ -91,10 +91,7 @@ def attention_forward(
         )
     name = "eager" if weighed else name
     if name is not None:
-        made: tuple[Tensor, Tensor | None] = original_attention(module, name)(
-            module, query, key, value, attention_mask, **options
-        )
-        return made
+        return original_attention(module, name)(module, query, key, value, attention_mask, **options)
     y = _computed(module, query, key, value, attention_mask, **options)
     evens = was_eager(module) or options.get("position_bias") is not None  # `sdpa` adds least numbers to a bias too
     blind = _blind(attention_mask) if evens and options.get("s_aux") is None else None
@@ -160,7 +157,10 @@ def _seen(
     if mask is None:
         return None, bias, causal, 0
     if mask.dtype != torch.int32:
-        return None, _joined(mask[..., :keys], bias), False, 0
+        mask = mask[..., :keys]
+        if bias is not None:  # as one
+            mask = torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias
+        return None, mask, False, 0
     if mask.shape[2]:
         return mask[:, 0], bias, causal, 0
     return None, bias, length > 1 or mask.shape[3] > 0, mask.shape[3]
@@ -189,10 +189,3 @@ def _differentiable(
     mask = None if plain else combined(visible(length, keys, ranges, causal, window, q), bias, q.dtype)
     y = functional.scaled_dot_product_attention(q, k, v, mask, dropout, plain, scale=scaling)
     return y.transpose(1, 2)
-
-
-def _joined(mask: Tensor, bias: Tensor | None) -> Tensor:
-    """A mask of other implementations and a bias of the scores as one."""
-    if bias is None:
-        return mask
-    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias

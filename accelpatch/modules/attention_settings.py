@@ -91,11 +91,6 @@ def names(model: nn.Module) -> list[tuple[dict[str, Any], Any]]:
     return [(settings, settings[SETTING]) for settings in every.values()]
 
 
-def is_replaced(model: nn.Module) -> bool:
-    """Whether attention modules in a model run this package's function."""
-    return bool(replaced_in(model))
-
-
 @contextmanager
 def originals(model: nn.Module) -> Iterator[None]:
     """Context manager: in this thread the originals' attention runs, with the masks that it takes."""
@@ -140,8 +135,7 @@ def original_attention(module: Any, name: str) -> Callable[..., Any]:
     cls = type(module).replaced_class
     own = vars(sys.modules[cls.__module__])
     eager = next(own[one] for one in (*names_in(cls.forward), *own) if one.endswith(EAGER) and one in own)
-    found: Callable[..., Any] = own["ALL_ATTENTION_FUNCTIONS"].get_interface(name, eager)
-    return found
+    return own["ALL_ATTENTION_FUNCTIONS"].get_interface(name, eager)
 
 
 def names_in(forward: Any) -> tuple[str, ...]:

@@ -41,5 +41,4 @@ class GatedMLP(Replacement):
             gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
         else:
             gate, up = side_by_side(self.gate_proj, self.up_proj, hidden_states)
-        down: Tensor = self.down_proj(gated_activation(gate, up, self.activation))
-        return down
+        return self.down_proj(gated_activation(gate, up, self.activation))

@@ -221,8 +221,7 @@ class Int8OPTDecoderLayer(nn.Module):
         caches = {"past_key_values": past_key_values, "cache": kwargs.get("cache")}
         q = parts.self_attn_layer_norm(hidden_states)
         x = parts.self_attn(q, attention_mask=attention_mask, residual=hidden_states, **caches)[0]
-        y: Tensor = parts.fc2(parts.fc1(parts.final_layer_norm(x)), x)
-        return y
+        return parts.fc2(parts.fc1(parts.final_layer_norm(x)), x)
 
     def hand_back(self, original: nn.Module) -> bool:
         """Move and cast the original's parameters as this module was before it is put back."""

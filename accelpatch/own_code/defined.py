@@ -49,8 +49,7 @@ def _inside(code: CodeType) -> Iterator[CodeType]:
 
 @functools.cache
 def codes_of(module: str) -> Mapping[str, tuple[CodeType, ...]]:
-    """Qualified name -> the code objects that a module defines under it, several where it is defined anew; {} for a
-    module without code."""
+    """Qualified name -> its code objects in a module, several where it is defined anew; {} for one without code."""
     code = _module_code(module)
     found: dict[str, tuple[CodeType, ...]] = {}
     for one in () if code is None else _inside(code):

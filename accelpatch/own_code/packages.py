@@ -91,8 +91,3 @@ def is_ours(value: Any) -> bool:
 
 def _package(module: Any) -> str:
     return str(module).split(".")[0]
-
-
-def has_name(value: Any, name: str) -> bool:
-    """Whether a function of torch has the name under which it was found, but for underscores and its folder's name."""
-    return str(getattr(value, "__name__", name)).replace("_", "").endswith(name.replace("_", ""))

@@ -15,7 +15,6 @@ from accelpatch.own_code.packages import (
     PACKAGES,
     closure_of,
     functions_of,
-    has_name,
     is_at,
     is_of_a_package,
     is_ours,
@@ -163,7 +162,9 @@ class Reached:
         self.places[id(owner), name] = vars(owner)
         if isinstance(value, (FunctionType, *BUILT_IN)):
             self._function(value, f"{owner.__name__}.{name}", None)
-        named = has_name(value, name) or not isinstance(value, (FunctionType, *BUILT_IN))
+        # has it the name under which it was found, but for underscores and its folder's name?
+        own = str(getattr(value, "__name__", name)).replace("_", "")
+        named = own.endswith(name.replace("_", "")) or not isinstance(value, (FunctionType, *BUILT_IN))
         if not named or (callable(value) and not is_of_a_package(value)):
             self._fault(f"{owner.__name__}.{name}", value)
 
@@ -228,8 +229,7 @@ _code = attrgetter("__code__")
 def original_of(cls: Any) -> type:
     """The class in whose place a class that this package made stands; of any other, the class itself."""
     made = getattr(cls, "unpatched_class", cls)
-    original: type = getattr(made, "replaced_class", made)
-    return original
+    return getattr(made, "replaced_class", made)
 
 
 def _is_registry(value: Any) -> bool:

@@ -50,8 +50,7 @@ class Snapshot:
         return list(map(_kind, held)) != self._kinds
 
     def changed(self) -> bool:
-        """Whether other code would run now: of a class or function, or by another class, method or kind of tensor of a
-        module."""
+        """Whether other code would run now: of a class or function, or by a module's class, method or tensors."""
         return (
             list(map(type, self._modules)) != self._types
             or self._other_kinds()
@@ -83,8 +82,7 @@ def look_at(modules: Iterable[Any]) -> None:
 
 
 def why_not(module: Any) -> str | None:
-    """Why a module would run code that is not its package's: of its class, on the instance, or of a tensor of its own;
-    else None."""
+    """Why a module would run others' code: of its class, on the instance, or of a tensor of its own; else None."""
     found, name, tensor = reached_by(type(module)), _own_method(module), unusual_in(module)
     if name is not None or tensor is not None:
         _OVERRIDDEN.add(type(module))
@@ -109,8 +107,7 @@ def is_others(cls: type) -> bool:
 
 
 def differs(module: Any) -> bool:
-    """Whether a module was found to run code that is not its package's: of its class, on the instance, or of a tensor
-    of its own."""
+    """Whether a module was found to run others' code: of its class, on the instance, or of a tensor of its own."""
     cls = type(module)
     return cls in _OTHERS or (
         cls in _OVERRIDDEN and (_own_method(module) is not None or unusual_in(module) is not None)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.device import Device
-from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.expert_stack import BLOCK
 from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows
@@ -23,6 +22,7 @@ from accelpatch.modules.quantized_experts import PARTS, Held, checked, quantised
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant import int4, int8
+from accelpatch.replacers.proposing import KernelReplacer
 from accelpatch.replacers.weight_only import CPU_LIBRARY, dividing, slower
 
 NATIVE, HIP, TRITON = "cpu", "hip", "triton"
@@ -88,7 +88,7 @@ class FloatExpertsReplacer(Replacer):
         return floats(site.original, form)
 
 
-class _QuantizedExperts(Replacer):
+class _QuantizedExperts(KernelReplacer):
     """Base of the two formats: groups of each of the two weights, the kernel, and the bytes."""
 
     whole = True
@@ -104,7 +104,7 @@ class _QuantizedExperts(Replacer):
         """One expert's matrix [N, K] in the format."""
         raise NotImplementedError
 
-    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+    def proposed(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         found = described(site)
         if isinstance(found, str):
             return Reason(found)
@@ -116,10 +116,7 @@ class _QuantizedExperts(Replacer):
             if not groups or (self.bits == 4 and k % 2):
                 return Reason(f"K = {k} is odd, or a multiple of none of the group sizes {wanted}")
         offset = self.offset(options)
-        try:
-            tried = [(pair, *self._kernel(pair, found, site, device, offset)) for pair in itertools.product(*each)]
-        except KernelError as error:
-            return Reason(str(error))
+        tried = [(pair, *self._kernel(pair, found, site, device, offset)) for pair in itertools.product(*each)]
         pair, kernel, note = next((one for one in tried if one[1] in (NATIVE, HIP, TRITON)), tried[0])
         resident = self._bytes(site, number, shapes, pair, kernel, offset)
         detail = {"groups": pair, "offset": offset, "form": form, "number": number, "shapes": shapes}

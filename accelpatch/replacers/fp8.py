@@ -7,7 +7,7 @@ one are other numbers in the other, so that a weight of another form than the de
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,28 +19,25 @@ from accelpatch.kernels.layouts.row_major import FP8, Fp8Rows, RowMajor, fp8_nam
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.linear import fp8_linear, w8a8_linear
 from accelpatch.modules.quantized_linear import Fp8Linear, Fp8WeightOnlyLinear, quantized
-from accelpatch.patching.replacer import Choice, Reason, Replacer
+from accelpatch.modules.quantized_module import QuantizedModule
+from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
 from accelpatch.quant import fp8
 from accelpatch.quant.weight import check_held
-from accelpatch.replacers.weight_only import HIP, bias_bytes, token_bytes, unfit, weight_of
+from accelpatch.replacers.proposing import LinearReplacer
+from accelpatch.replacers.weight_only import HIP, INT8_SCALE, bias_bytes, token_bytes, weight_of
 
-SCALE = 4  # bytes per scale: float32
 
-
-class Fp8WeightOnly(Replacer):
-    """float8_e4m3fn weights (e4m3fnuz where the device's matrix units take that), a float32
-    scale per output channel."""
+class Fp8WeightOnly(LinearReplacer):
+    """float8_e4m3fn weights (e4m3fnuz where matrix units take that), a float32 scale per output channel."""
 
     name = "fp8_weight_only"
+    no_table = "there is no fp8 embedding; use int8_weight_only"
+    module: ClassVar[type[QuantizedModule]] = Fp8WeightOnlyLinear
 
-    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
-        if reason := _unfit(site):
-            return Reason(reason)
-        assert site.n is not None
-        assert site.k is not None
+    def of_matrix(self, site: Site, n: int, k: int, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         fnuz = device.fp8 == fp8_name(FP8[1])
-        spec = fp8_linear.of_shape(site.n, site.k, getattr(torch, site.dtype), FP8[fnuz])
+        spec = fp8_linear.of_shape(n, k, getattr(torch, site.dtype), FP8[fnuz])
         reason = dispatch.why_not(spec.op, HIP, spec, device)
         kernel, note = dispatch.choose(spec.op, spec, device), f"{spec.op} not by the HIP kernels: {reason}"
         libraries = () if reason else fp8_linear.libraries(spec, device)
@@ -68,16 +65,13 @@ class W8A8Fp8(Fp8WeightOnly):
     """Weights in 8-bit float with a float32 scale a row, and activations in the same form with a scale a token."""
 
     name = "w8a8_fp8"
+    module = Fp8Linear
 
-    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
-        if reason := _unfit(site):
-            return Reason(reason)
-        assert site.n is not None
-        assert site.k is not None
+    def of_matrix(self, site: Site, n: int, k: int, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         if device.fp8 is None:
             return Reason(f"{device.why_not_fp8('')}; int8 activations (w8a8, recipe smoothquant) run there")
         form = FP8[device.fp8 == fp8_name(FP8[1])]
-        spec = w8a8_linear.of_shape(site.n, site.k, getattr(torch, site.dtype), form=form)
+        spec = w8a8_linear.of_shape(n, k, getattr(torch, site.dtype), form=form)
         reason = dispatch.why_not(spec.op, HIP, spec, device)
         note = f"8-bit floats are {device.fp8}, as {_name(device)} takes them"
         if reason and device.kind != "cpu":
@@ -90,18 +84,12 @@ class W8A8Fp8(Fp8WeightOnly):
         return module
 
 
-def _unfit(site: Site) -> str | None:
-    """Why a site is no linear layer."""
-    table = isinstance(site.original, nn.Embedding)
-    return unfit(site) or ("there is no fp8 embedding; use int8_weight_only" if table else None)
-
-
 def _choice(
     site: Site, device: Device, kernel: str, form: torch.dtype, note: str, libraries: tuple[str, ...]
 ) -> Choice:
     assert site.n is not None
     assert site.k is not None
-    resident = site.n * (site.k + SCALE) + bias_bytes(site)
+    resident = site.n * (site.k + INT8_SCALE) + bias_bytes(site)
     detail = {"fnuz": form == FP8[1], "arch": _name(device)}
     after = token_bytes(site, resident)
     return Choice(kernel, site.token_bytes, after, resident, detail, note, libraries=libraries)

@@ -10,26 +10,26 @@ from torch import nn
 
 from accelpatch import own_code
 from accelpatch.device import Device
-from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.spec import Spec
 from accelpatch.models.family import ACTIVATION_CLASSES
 from accelpatch.modules.gated_mlp import GatedMLP
 from accelpatch.modules.replacement import adopt, skipped
-from accelpatch.patching.replacer import EVERY_CHILD, Choice, Reason, Replacer
+from accelpatch.patching.replacer import EVERY_CHILD, Choice, Reason
 from accelpatch.patching.site import Site
+from accelpatch.replacers.proposing import KernelReplacer
 
 ACTIVATIONS = ("act_fn", "activation_fn")  # the child's name, by family
 
 
-class GatedMLPReplacer(Replacer):
+class GatedMLPReplacer(KernelReplacer):
     """down(act(gate(x)) * up(x)), with gate and up as two linear layers or as one."""
 
     name = "gated_mlp"
     rounds = False
     consumes = EVERY_CHILD
 
-    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+    def proposed(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         mlp = site.original
         children = dict(mlp.named_children())
         fused = "gate_up_proj" in children
@@ -44,10 +44,7 @@ class GatedMLPReplacer(Replacer):
         held = (one.dtype for one in (*down.parameters(), *down.buffers()))  # where it is quantised, those of codes too
         dtype = next((one for one in held if one.is_floating_point and one.itemsize > 1), torch.float32)
         spec = Spec("gated_activation", {"M": 1, "K": width}, dtype, options={"activation": activation})
-        try:
-            kernel = dispatch.choose("gated_activation", spec, device)
-        except KernelError as error:
-            return Reason(str(error))
+        kernel = dispatch.choose("gated_activation", spec, device)
         return Choice(kernel, 0, 0, site.bytes, {"activation": activation, "fused_gate_up": fused})
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:

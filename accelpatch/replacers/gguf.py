@@ -21,7 +21,8 @@ from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant.blocks import check_blocks
-from accelpatch.replacers.weight_only import NATIVE, bias_bytes, token_bytes, unfit
+from accelpatch.replacers.proposing import LinearReplacer
+from accelpatch.replacers.weight_only import NATIVE, bias_bytes, token_bytes
 
 FLOAT = "its weight is float, and this takes a GGUF file's as they are stored: give a .gguf file, or another recipe"
 
@@ -40,7 +41,7 @@ class AsStored(Replacer):
         raise KernelError(FLOAT)
 
 
-class GgufBlocks(Replacer):
+class GgufBlocks(LinearReplacer):
     """GGUF's blocks, bit for bit, for linear layers, heads and embeddings. form: a key of layouts.gguf_blocks.FORMS.
 
     They are read from a checkpoint; floats are not quantised to them.
@@ -50,21 +51,14 @@ class GgufBlocks(Replacer):
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {"form": (str,)}
     ties = True
 
-    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
-        if reason := unfit(site):
-            return Reason(reason)
+    def of_matrix(self, site: Site, n: int, k: int, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         weight, form = site.original._parameters.get("weight"), options.get("form", "")
         if weight is None or not weight.is_meta:  # a model that loads, or is planned, has no values yet
             return Reason(FLOAT)
         if type(site.original).__name__ == "Conv1D":
             return Reason("Conv1D holds its weight [K, N], and blocks lie along K")
-        assert site.n is not None
-        assert site.k is not None
-        try:
-            resident = site.n * row_bytes(form, site.k) + bias_bytes(site)
-            kernel = _kernel(site, form, device)
-        except KernelError as error:
-            return Reason(str(error))
+        resident = n * row_bytes(form, k) + bias_bytes(site)
+        kernel = _kernel(site, n, k, form, device)
         return Choice(kernel, site.token_bytes, token_bytes(site, resident), resident, {"form": form})
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
@@ -85,21 +79,16 @@ class GgufBlocks(Replacer):
         return [name for name in (f"{site.path}.q",) if name in names]
 
 
-def _kernel(site: Site, form: str, device: Device) -> str:
+def _kernel(site: Site, n: int, k: int, form: str, device: Device) -> str:
     """The implementation that would run for one token. Raises KernelError where none can."""
-    assert site.n is not None
-    assert site.k is not None
     dtype, table = getattr(torch, site.dtype), isinstance(site.original, nn.Embedding)
     packed = packed_linear.of_shape(
-        site.n, site.k, dtype, FORMS[form].group, "none", op="packed_embedding" if table else "packed_linear"
+        n, k, dtype, FORMS[form].group, "none", op="packed_embedding" if table else "packed_linear"
     )
-    if (
-        Pack.why_not_blocks(site.n, site.k, form) is None
-        and dispatch.why_not(packed.op, NATIVE, packed, device) is None
-    ):
+    if (Pack.why_not_blocks(n, k, form) or dispatch.why_not(packed.op, NATIVE, packed, device)) is None:
         return NATIVE
     op = "block_embedding" if table else "block_linear"
-    return dispatch.choose(op, block_linear.of_shape(site.n, site.k, dtype, form, op=op), device)
+    return dispatch.choose(op, block_linear.of_shape(n, k, dtype, form, op=op), device)
 
 
 def _module(original: nn.Module, weight: RowMajor | QuantizedModule, packable: bool) -> nn.Module:

@@ -9,23 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.device import Device
-from accelpatch.errors import KernelError, PlanError
+from accelpatch.errors import PlanError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.ops.attention import int8_attention
 from accelpatch.kernels.ops.linear import gemm_w8a8
 from accelpatch.kernels.ops.norm import layernorm_q
 from accelpatch.models.family import child_of
 from accelpatch.modules.int8_opt import IMPLEMENTATIONS, Int8OPTDecoderLayer, int8_layer
-from accelpatch.patching.replacer import Choice, Reason, Replacer
+from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
 from accelpatch.quant import int8_opt
 from accelpatch.quant.int8_opt import FLOAT, LEVELS, NORMS, STATIC
 from accelpatch.quant.smoothing import SiteStatistics
+from accelpatch.replacers.proposing import KernelReplacer
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Int8OPT(Replacer):
+class Int8OPT(KernelReplacer):
     """A decoder layer with int8 weights, activations, attention and KV cache; all scales are static."""
 
     name = "int8_opt"
@@ -35,15 +36,12 @@ class Int8OPT(Replacer):
     def calibrates(self, choice: Choice) -> bool:
         return True
 
-    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+    def proposed(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         layer: Any = site.original
         if reason := _unfit(layer):
             return Reason(reason)
         width, inner = layer.embed_dim, layer.fc1.out_features
-        try:
-            kernel = _planned(width, inner, layer.self_attn, layer.fc1.weight.dtype, device)
-        except KernelError as error:
-            return Reason(str(error))
+        kernel = _planned(width, inner, layer.self_attn, layer.fc1.weight.dtype, device)
         before = sum(p.numel() * p.element_size() for p in layer.parameters())
         forms = int8_opt.forms(width, inner).values()
         after = sum((1 if whole else 4) * torch.Size(shape).numel() for whole, shape in forms) + 2 * 4 * 3 * width

@@ -8,30 +8,27 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from accelpatch.device import Device
-from accelpatch.errors import KernelError
 from accelpatch.kernels.ops.norm.rmsnorm import chosen
 from accelpatch.models.family import norm_of
 from accelpatch.modules.norm import FusedRMSNorm, SmoothedLayerNorm, with_own
 from accelpatch.modules.replacement import adopt
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
+from accelpatch.replacers.proposing import KernelReplacer
 
 
-class RMSNormReplacer(Replacer):
+class RMSNormReplacer(KernelReplacer):
     """An RMSNorm of a known class as one operation, equal to the original up to the float rule."""
 
     name = "rmsnorm"
     rounds = False
     smooths = True
 
-    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+    def proposed(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         kind = norm_of(site.original)
         if kind is None or kind.layer:
             return Reason(f"{type(site.original).__name__} is not an RMSNorm of a known family")
-        try:
-            kernel = chosen("rmsnorm", cast(Tensor, site.original.weight), kind.plus_one, device)
-        except KernelError as error:
-            return Reason(str(error))
+        kernel = chosen("rmsnorm", cast(Tensor, site.original.weight), kind.plus_one, device)
         return Choice(kernel, site.token_bytes, site.token_bytes, site.bytes)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:

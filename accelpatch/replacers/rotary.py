@@ -10,25 +10,25 @@ import torch
 from torch import nn
 
 from accelpatch.device import Device
-from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.spec import Spec
 from accelpatch.models.family import STATIC_ROPE, family_of_class
 from accelpatch.modules.replacement import adopt
 from accelpatch.modules.rotary import FusedRotaryEmbedding
-from accelpatch.patching.replacer import Choice, Reason, Replacer
+from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
+from accelpatch.replacers.proposing import KernelReplacer
 
 _SIGNATURES = (["self", "x", "position_ids"], ["self", "x", "position_ids", "layer_type"])
 
 
-class RotaryReplacer(Replacer):
+class RotaryReplacer(KernelReplacer):
     """Rotary embeddings of transformers' form whose frequencies do not depend on the length of the text."""
 
     name = "rotary_embedding"
     rounds = False
 
-    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+    def proposed(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         module = site.original
         family = family_of_class(module, "RotaryEmbedding")
         if family is None or family.rotary is None or family.rotary.tables:
@@ -43,10 +43,7 @@ class RotaryReplacer(Replacer):
         if not frequencies:
             return Reason(f"{type(module).__name__} has no inv_freq")
         spec = Spec("rotary_cos_sin", {"M": 1, "K": 2 * frequencies[0].shape[0]}, torch.float32)
-        try:
-            return Choice(dispatch.choose("rotary_cos_sin", spec, device), 0, 0, site.bytes)
-        except KernelError as error:
-            return Reason(str(error))
+        return Choice(dispatch.choose("rotary_cos_sin", spec, device), 0, 0, site.bytes)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         return adopt(FusedRotaryEmbedding, site.original)

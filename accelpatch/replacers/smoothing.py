@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -65,7 +65,7 @@ def _smooth(group: Any, known: Mapping[str, Site], found: dict[str, SiteStatisti
     n = source.n if source.n is not None else k
     rows = channels.places(n, k)
     most = torch.stack([one.absmax for one in inputs if one is not None]).amax(0)
-    of_weights = _column_maxima(weights)
+    of_weights = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).float().cpu()
     figures = channels.of_input(most, len(rows)), channels.of_input(of_weights, len(rows))
     if len(figures[0]) != len(rows):
         raise PlanError(f"{group.source} makes {len(rows)} channels, and {group.consumers[0]} reads {k}: keep both")
@@ -94,7 +94,3 @@ def _as_norm_holds(source: Any, s: Tensor) -> Tensor:
     least = limits.eps if kind.plus_one else limits.tiny  # of what is divided, so that no channel is lost
     divided = torch.where(divided == 0, whole.sign() * least, divided)
     return torch.where(whole == 0, s, whole / divided)
-
-
-def _column_maxima(weights: Sequence[Tensor]) -> Tensor:
-    return torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).float().cpu()

@@ -17,11 +17,12 @@ from accelpatch.kernels.layouts.w8a8_pack import LONGEST
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.linear import w8a8_linear, w8a8_packed
 from accelpatch.modules.w8a8_linear import W8A8Linear, w8a8
-from accelpatch.patching.replacer import Choice, Reason, Replacer
+from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
 from accelpatch.quant import int8
 from accelpatch.quant.smoothing import LEVELS, SiteStatistics
 from accelpatch.quant.weight import check_held
+from accelpatch.replacers.proposing import LinearReplacer
 from accelpatch.replacers.weight_only import (
     CPU_LIBRARY,
     HIP,
@@ -30,7 +31,6 @@ from accelpatch.replacers.weight_only import (
     bias_bytes,
     slower,
     token_bytes,
-    unfit,
     weight_of,
 )
 
@@ -39,7 +39,7 @@ WEIGHTS = ("channel", "tensor")
 MOST_STATIC_ERROR = 0.03  # relative RMSE of a static scale's rounding, above which `auto` takes a scale a token
 
 
-class W8A8(Replacer):
+class W8A8(LinearReplacer):
     """int8 weight, one scale a row (or one in all), and int8 activations: one scale a token (dynamic), or one (static).
 
     auto: static where calibration finds that its rounding adds little, else dynamic.
@@ -48,6 +48,7 @@ class W8A8(Replacer):
     name = "w8a8"
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {"activations": (str,), "weights": (str,)}
     smooths = True
+    no_table = "an embedding has no activations to quantise; use int8_weight_only"
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         super().check_options(options)
@@ -58,30 +59,16 @@ class W8A8(Replacer):
     def calibrates(self, choice: Choice) -> bool:
         return choice.detail["activations"] != "dynamic"
 
-    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
-        if reason := unfit(site):
-            return Reason(reason)
-        if isinstance(site.original, nn.Embedding):
-            return Reason("an embedding has no activations to quantise; use int8_weight_only")
-        assert site.n is not None
-        assert site.k is not None
-        if site.k > LONGEST:
-            return Reason(f"K = {site.k}: sums of more than {LONGEST} products overflow an int32")
-        try:
-            kernel, libraries = planned(site.n, site.k, getattr(torch, site.dtype), device)
-        except KernelError as error:
-            return Reason(str(error))
-        resident = site.n * site.k + site.n * INT8_SCALE + bias_bytes(site)
+    def of_matrix(self, site: Site, n: int, k: int, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        if k > LONGEST:
+            return Reason(f"K = {k}: sums of more than {LONGEST} products overflow an int32")
+        kernel, libraries = planned(n, k, getattr(torch, site.dtype), device)
+        resident = n * (k + INT8_SCALE) + bias_bytes(site)
         detail = {"activations": options.get("activations", "dynamic"), "weights": options.get("weights", "channel")}
         return Choice(
-            kernel,
-            site.token_bytes,
-            token_bytes(site, resident),
-            resident,
-            detail,
-            libraries=libraries,
+            kernel, site.token_bytes, token_bytes(site, resident), resident, detail, libraries=libraries,
             slower=slower(kernel, device),
-        )
+        )  # fmt: skip
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         stats = stats or SiteStatistics()

@@ -16,7 +16,6 @@ from accelpatch.kernels.compiling import libraries as built
 from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows, RowMajor
 from accelpatch.kernels.ops.linear import int8_linear, packed_linear, tiled_int4_linear
 from accelpatch.kernels.spec import Spec
-from accelpatch.models.family import EMBEDDING_CLASSES, LINEAR_CLASSES
 from accelpatch.modules.quantized_linear import (
     FP4WeightOnlyLinear,
     Int4WeightOnlyLinear,
@@ -24,13 +23,13 @@ from accelpatch.modules.quantized_linear import (
     Int8WeightOnlyLinear,
     NF4WeightOnlyLinear,
     quantized,
-    renormalises,
 )  # fmt: skip
 from accelpatch.modules.quantized_module import QuantizedModule
-from accelpatch.patching.replacer import Choice, Reason, Replacer
+from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
 from accelpatch.quant import codebook, int4, int8
 from accelpatch.quant.weight import check_held
+from accelpatch.replacers.proposing import LinearReplacer
 
 INT8_SCALE = 4  # bytes per scale: float32
 NATIVE = "cpu"  # the implementation over packs, the native CPU layout
@@ -41,19 +40,6 @@ PER_BYTE = {"int8_linear": 1, "int4_linear": 2}  # values of a byte
 LIBRARIES = {"int8_linear": int8_linear.libraries, "tiled_int4_linear": tiled_int4_linear.libraries}
 INT4_SCALE = 2  # bytes per scale: float16
 OFFSET_BYTES = {"none": 0, "minimum": 2, "zero_point": 1}
-
-
-def unfit(site: Site) -> str | None:
-    """Why a site is neither a linear layer nor an embedding; None where it is one."""
-    for member in (site, *site.tied):
-        name = type(member.original).__name__
-        if name not in LINEAR_CLASSES | EMBEDDING_CLASSES:
-            return f"{name} is not known to be a plain linear layer"
-        if member.n is None or not torch.empty(0, dtype=getattr(torch, member.dtype)).is_floating_point():
-            return f"its weight is {member.dtype}, not a float matrix"
-        if reason := renormalises(member.original):
-            return reason
-    return None
 
 
 def weight_of(module: nn.Module) -> Tensor:
@@ -123,12 +109,13 @@ def token_bytes(site: Site, resident: int) -> int:
     return resident + (row if any(isinstance(tied.original, nn.Embedding) for tied in site.tied) else 0)
 
 
-class WeightOnly(Replacer):
+class WeightOnly(LinearReplacer):
     """Base of the formats with scales along K: which group size, by which kernel, and the bytes.
 
     Of a list of group sizes the first that divides K and that the device's own kernels take is used.
     """
 
+    no_table: ClassVar[str | None] = "there is no 4-bit embedding; use int8_weight_only"
     module: ClassVar[type[QuantizedModule]]
     table: ClassVar[type[QuantizedModule] | None] = None  # of embeddings
     op: ClassVar[str]
@@ -152,29 +139,17 @@ class WeightOnly(Replacer):
         """Bytes of a group's scale and offset."""
         return self.dtypes[0].itemsize
 
-    def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
-        if reason := unfit(site):
-            return Reason(reason)
-        embedding = isinstance(site.original, nn.Embedding)
-        if embedding and self.table is None:
-            return Reason("there is no 4-bit embedding; use int8_weight_only")
-        assert site.n is not None
-        assert site.k is not None
+    def of_matrix(self, site: Site, n: int, k: int, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         wanted, per_byte = options.get("group_size", self.wanted), PER_BYTE[self.op]
-        groups = dividing(wanted, site.k)
-        if not groups or site.k % per_byte:
-            odd = "odd, or " if site.k % per_byte else ""
-            return Reason(f"K = {site.k} is {odd}a multiple of none of the group sizes {wanted}")
-        op = "int8_embedding" if embedding else self.op
-        try:
-            kept = self.kept(options)
-            kind = self.kind(kept)
-            found = [(group, *kernel_for(op, site, device, group, kind)) for group in groups]
-        except KernelError as error:
-            return Reason(str(error))
+        groups = dividing(wanted, k)
+        if not groups or k % per_byte:
+            return Reason(f"K = {k} is {'odd, or ' * (k % per_byte)}a multiple of none of the group sizes {wanted}")
+        op = "int8_embedding" if isinstance(site.original, nn.Embedding) else self.op
+        kept = self.kept(options)
+        kind = self.kind(kept)
+        found = [(group, *kernel_for(op, site, device, group, kind)) for group in groups]
         group, kernel, note = next((one for one in found if one[1] in (NATIVE, HIP)), found[0])
-        tables = site.n * (site.k // group) * self.scale_bytes(kept)
-        resident = site.n * site.k // per_byte + tables + bias_bytes(site)
+        resident = n * k // per_byte + n * (k // group) * self.scale_bytes(kept) + bias_bytes(site)
         return Choice(
             kernel, site.token_bytes, token_bytes(site, resident), resident, {"group_size": group} | kept, note,
             libraries=libraries(kernel, ON_GPU.get(self.op, self.op), site, device, group, kind),
@@ -213,6 +188,7 @@ class Int8WeightOnly(WeightOnly):
         "half_scales": (bool,),
     }
     ties = True
+    no_table = None
     module, table, op = Int8WeightOnlyLinear, Int8Embedding, "int8_linear"
     dtypes = (torch.float32, torch.float16)
 

@@ -145,15 +145,12 @@ class Contents:
 
     def move(self, static: Any) -> None:
         """Copy the tokens to a larger static cache, where they lie from here on."""
-        for held, larger in zip(self.static.layers, static.layers, strict=True):
-            larger.keys[:, :, : self.length].copy_(held.keys[:, :, : self.length])
-            larger.values[:, :, : self.length].copy_(held.values[:, :, : self.length])
+        copy_slots(self.static, static)
         self.static = static
 
 
 def _states(name: str) -> property:
-    """The keys or values: a view of the slots, where nobody else writes; else detaches, for a tensor of the layer's
-    own."""
+    """The keys or values: a view of the slots, where nobody else writes; else of the layer's own, which detaches."""
 
     def get(layer: Any) -> Any:
         view = layer._contents.view(layer._place, name)
@@ -191,8 +188,7 @@ class _Attached:
     def get_seq_length(self) -> int:
         """Number of cached tokens."""
         contents = _contents_of(self)
-        length: int = type(self).get_seq_length(self) if contents is None else contents.count(self._place)
-        return length
+        return type(self).get_seq_length(self) if contents is None else contents.count(self._place)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append tokens; the one of a step where the others lie."""
@@ -200,8 +196,7 @@ class _Attached:
         appended = None if contents is None else contents.append(self, key_states, value_states)
         if appended is not None:
             return appended
-        made: tuple[Tensor, Tensor] = _own_class(self).update(self, key_states, value_states, *args, **kwargs)
-        return made
+        return _own_class(self).update(self, key_states, value_states, *args, **kwargs)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows in place, as beam search does."""
@@ -215,8 +210,7 @@ class _Attached:
 
 def _contents_of(layer: Any) -> Contents | None:
     """Where the tokens of a layer lie. None for one that was detached since somebody took the method that asks."""
-    contents: Contents | None = vars(layer).get("_contents")
-    return contents
+    return vars(layer).get("_contents")
 
 
 def _own_class(layer: Any) -> Any:
@@ -257,6 +251,14 @@ def attach(cache: Any, static: Any) -> Contents:
         held.keys[:, :, first:length].copy_(layer.keys)
         held.values[:, :, first:length].copy_(layer.values)
     return Contents(cache.layers, static, length)
+
+
+def copy_slots(static: Any, larger: Any) -> None:
+    """Copy all slots of a static cache to the first ones of a larger one."""
+    for held, new in zip(static.layers, larger.layers, strict=True):
+        capacity = held.keys.shape[2]
+        new.keys[:, :, :capacity].copy_(held.keys)
+        new.values[:, :, :capacity].copy_(held.values)
 
 
 def window_of(layer: Any) -> int:

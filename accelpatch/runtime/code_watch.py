@@ -100,7 +100,7 @@ class CodeWatch:
     def begin(self, session: Any) -> None:
         """Let the originals' attention run every call until `end`."""
         model = None if self._model is None else self._model()
-        if model is not None and attention.is_replaced(model):
+        if model is not None and attention.replaced_in(model):
             with self.alone():
                 self.sessions[session] = attention.names(model)
                 self._choose_attention(model)
@@ -115,7 +115,9 @@ class CodeWatch:
 
     def _choose_attention(self, model: Any) -> None:
         attention.take_up(self._aside)
-        other = self.sessions or _changed_registries(model)
+        ours = {attention.Registered, *map(type, attention.replaced_in(model))}
+        # or others changed a registry in which an attention function of ours stands for transformers' own
+        other = self.sessions or any(own_code.reached_by(cls).in_registry for cls in ours)
         self._aside = attention.set_aside(model) if other else []
 
     def look_anew(self) -> None:
@@ -154,12 +156,6 @@ class CodeWatch:
         own = next((f"{type(model).__name__} has a {name} of its own on the instance" for name in named), None)
         self.loop = own or next((one.reason for one in loops if one.reason), None)
         self.cache = next((one.reason for one in caches if one.reason), None)
-
-
-def _changed_registries(model: Any) -> bool:
-    """Whether others changed a registry in which an attention function of ours stands for transformers' own."""
-    ours = map(type, attention.replaced_in(model))
-    return any(own_code.reached_by(cls).in_registry for cls in {attention.Registered, *ours})
 
 
 def _hides_itself(model: Any, name: str, value: Any) -> bool:

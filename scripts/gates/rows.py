@@ -18,7 +18,7 @@ def kernels_of_rows() -> dict[str, tuple[Any, ...]]:
     """Name -> arguments of a Build of the gate: the kernels that take the most registers, with 1 to 16 warps."""
     kernels: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
         "add_rmsnorm": (rmsnorm._row, ("*bf16",) * 5 + ("*fp32", "*fp32", "i32", "fp32"), NORM | {"ADD": True}),
-        "rows of a gate": (quantize_rows._gated_row, ("*bf16", "*fp32", "*i8", "*fp32", "i32", "i32"),
+        "rows of a gate": (quantize_rows._row, ("*bf16", "*fp32", "*i8", "*fp32", "i32", "i32"),
                            {"CODE": 0, "STATIC": False, "DEPENDENT": False}),
     }  # fmt: skip
     return {

@@ -3,7 +3,7 @@ tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -98,17 +98,10 @@ def made(
 def deviation(name: str, args: tuple[Tensor, ...], shape: AttentionShape) -> tuple[float, float]:
     """(largest error of an implementation, allowed error): twice that of torch in the same dtype, plus an ulp."""
     wide = (one.double() if one.is_floating_point() else one for one in args)
-    exact = _run(reference_, wide, _in_float64(shape))
-    found = [_run(run, (one.clone() for one in args), shape) for run in (reference_, IMPLEMENTATIONS[name])]
+    norms = {part: one.double() for part in ("q_norm", "k_norm") if (one := getattr(shape, part)) is not None}
+    plainly: Callable[..., Tensor] = reference_
+    exact = plainly(*wide, replace(shape, **norms))
+    found = [run(*(one.clone() for one in args), shape) for run in (plainly, IMPLEMENTATIONS[name])]
     plain, mine = ((one.double() - exact).abs().max().item() for one in found)
     bound = 2 * plain + torch.finfo(args[0].dtype).eps * exact.abs().max().item()
     return (mine if mine == mine else float("inf")), bound
-
-
-def _run(step: Callable[..., Tensor], args: Iterable[Tensor], shape: AttentionShape) -> Tensor:
-    return step(*args, shape)
-
-
-def _in_float64(shape: AttentionShape) -> AttentionShape:
-    q_norm, k_norm = (None if norm is None else norm.double() for norm in (shape.q_norm, shape.k_norm))
-    return replace(shape, q_norm=q_norm, k_norm=k_norm)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from accelpatch.kernels.spec import Case
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEED = 0
+Judged = tuple[float, float, bool | None, str]  # the last four of a record
 
 
 @dataclass(frozen=True)
@@ -49,47 +51,42 @@ def records(device: torch.device) -> Iterator[SelftestRecord]:
         for name in names:
             for case in dispatch.kernel(op).cases():
                 for dtype in DTYPES:
-                    yield _record(op, name, case, dtype, device)
+                    yield _record(op, name, case.id, dtype, partial(_of_case, op, name, case, dtype, device))
     for name in attention_check.IMPLEMENTATIONS:
         for id_, step in attention_check.STEPS.items():
             for dtype in DTYPES:
-                yield _attention(name, id_, step, dtype, device)
+                yield _record(attention_check.OP, name, id_, dtype, partial(_of_step, name, step, dtype, device))
 
 
-def _record(op: str, name: str, case: Case, dtype: torch.dtype, device: torch.device) -> SelftestRecord:
+def _record(op: str, name: str, case: str, dtype: torch.dtype, judged: Callable[[], Judged]) -> SelftestRecord:
+    try:
+        figures = judged()
+    except CompileError as error:
+        figures = 0.0, 0.0, None, str(error)
+    except (KernelError, RuntimeError) as error:
+        # a self-test reports what does not work: one kernel that fails to start must not hide the others
+        figures = float("inf"), 0.0, False, f"{type(error).__name__}: {error}"
+    return SelftestRecord(op, name, f"{case}-{str(dtype).removeprefix('torch.')}", *figures)
+
+
+def _of_case(op: str, name: str, case: Case, dtype: torch.dtype, device: torch.device) -> Judged:
     kernel = dispatch.kernel(op)
-    label = f"{case.id}-{str(dtype).removeprefix('torch.')}"
     try:
         args = case.make(torch.Generator().manual_seed(SEED), dtype, device)
     except KernelError as error:  # a weight in a CPU's own layout, where there is no library that makes it
-        return SelftestRecord(op, name, label, 0.0, 0.0, None, str(error))
-    reason = dispatch.why_not(op, name, kernel.spec(*args), probe(device))
-    if reason is not None:
-        return SelftestRecord(op, name, label, 0.0, 0.0, None, reason)
-    try:
-        with torch.inference_mode(), dispatch.forced(name):
-            found = parity.run_and_check(op, args, kernel.op)
-    except CompileError as error:
-        return SelftestRecord(op, name, label, 0.0, 0.0, None, str(error))
-    except (KernelError, RuntimeError) as error:
-        # a self-test reports what does not work: one kernel that fails to start must not hide the others
-        return SelftestRecord(op, name, label, float("inf"), 0.0, False, f"{type(error).__name__}: {error}")
+        return 0.0, 0.0, None, str(error)
+    if (reason := dispatch.why_not(op, name, kernel.spec(*args), probe(device))) is not None:
+        return 0.0, 0.0, None, reason
+    with torch.inference_mode(), dispatch.forced(name):
+        found = parity.run_and_check(op, args, kernel.op)
     worst = max(found, key=lambda comparison: (not comparison.ok, comparison.error - comparison.bound))
-    return SelftestRecord(op, name, label, worst.error, worst.bound, worst.ok, worst.reason)
+    return worst.error, worst.bound, worst.ok, worst.reason
 
 
-def _attention(
-    name: str, id_: str, step: attention_check.Step, dtype: torch.dtype, device: torch.device
-) -> SelftestRecord:
-    op, label = attention_check.OP, f"{id_}-{str(dtype).removeprefix('torch.')}"
+def _of_step(name: str, step: attention_check.Step, dtype: torch.dtype, device: torch.device) -> Judged:
     args, shape = attention_check.made(step, dtype, device, SEED)
     if reason := attention_check.why_not(name, shape, dtype, probe(device)):
-        return SelftestRecord(op, name, label, 0.0, 0.0, None, reason)
-    try:
-        with torch.inference_mode():
-            found, bound = attention_check.deviation(name, args, shape)
-    except CompileError as error:
-        return SelftestRecord(op, name, label, 0.0, 0.0, None, str(error))
-    except (KernelError, RuntimeError) as error:
-        return SelftestRecord(op, name, label, float("inf"), 0.0, False, f"{type(error).__name__}: {error}")
-    return SelftestRecord(op, name, label, found, bound, found <= bound, "")
+        return 0.0, 0.0, None, reason
+    with torch.inference_mode():
+        found, bound = attention_check.deviation(name, args, shape)
+    return found, bound, found <= bound, ""

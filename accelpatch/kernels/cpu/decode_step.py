@@ -106,7 +106,8 @@ class DecodeStep(Described):
     """keys, values: of each layer float32 [max_batch, kv_heads, length, head_dim], contiguous; the step writes into
     them.
 
-    layers: None for a layer that never runs here, whose keys and values may be any; `part` skips it.
+    layers: None for a layer that never runs here, whose keys and values may be any; `part` skips it. rows: the most
+    sequences. length: slots of the cache.
 
     Call it with int64 tensors of one entry per sequence. It is thread-safe: a second call waits for the first.
     """
@@ -118,10 +119,13 @@ class DecodeStep(Described):
     final_norm: NormWeight
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
+    rows: int = field(init=False)
+    length: int = field(init=False)
     handle: ctypes.c_void_p = field(default_factory=ctypes.c_void_p, init=False)
     _keep: list[object] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
+        self.rows, self.length = self.keys[0].shape[0], self.keys[0].shape[2]
         self._check()
         model = self._model()
         check(
@@ -164,10 +168,6 @@ class DecodeStep(Described):
         self._run([tokens, slots, starts, positions], layers.start, layers.stop, hidden, logits)
         return logits
 
-    def write_only(self, tokens: Tensor, slots: Tensor, starts: Tensor, positions: Tensor) -> None:
-        """As a call without logits: for all tokens of a prompt but the last."""
-        self._run([tokens, slots, starts, positions], 0, len(self.layers), None, None)
-
     def _run(self, given: list[Tensor], first: int, last: int, hidden: Tensor | None, logits: Tensor | None) -> None:
         batch = given[0].shape[0]
         for tensor in given:
@@ -180,16 +180,6 @@ class DecodeStep(Described):
         ):
             raise KernelError(f"logits are contiguous float32 [{batch}, {self.head.n}]")
         dispatch.run(OP, spec, given[0].device, (self, *given, first, last, hidden, logits))
-
-    @property
-    def rows(self) -> int:
-        """The most sequences."""
-        return int(self.keys[0].shape[0])
-
-    @property
-    def length(self) -> int:
-        """Slots of the cache."""
-        return int(self.keys[0].shape[2])
 
     def _check(self) -> None:
         s = self.shape
@@ -250,10 +240,7 @@ class DecodeStep(Described):
         return pointer(made)
 
 
-def spec(
-    step: DecodeStep, tokens: Tensor, slots: Tensor, starts: Tensor, positions: Tensor, first: int, last: int,
-    hidden: Tensor | None, logits: Tensor | None,
-) -> Spec:  # fmt: skip
+def spec(step: DecodeStep, tokens: Tensor, *rest: object) -> Spec:
     """The Spec of the layers first .. last - 1 of a step, for dispatch."""
     return Spec(OP, {"B": tokens.shape[0]}, torch.float32)
 

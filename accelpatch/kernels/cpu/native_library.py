@@ -35,17 +35,10 @@ class Linear(Structure):
     """Mirror of `ap_linear`."""
 
     _fields_ = (
-        ("kind", c_int32),
-        ("half_scales", c_int32),
-        ("offset", c_int32),
+        *((name, c_int32) for name in ("kind", "half_scales", "offset")),
         ("input_scale", c_float),
-        ("n", c_int64),
-        ("k", c_int64),
-        ("group", c_int64),
-        ("data", c_void_p),
-        ("bias", c_void_p),
-        ("order", c_void_p),
-        ("table", c_void_p),
+        *((name, c_int64) for name in ("n", "k", "group")),
+        *((name, c_void_p) for name in ("data", "bias", "order", "table")),
     )
 
 
@@ -65,13 +58,10 @@ class Layer(Structure):
     _fields_ = (
         *((name, Linear) for name in LINEARS),
         *((name, Norm) for name in NORMS),
-        ("keys", c_void_p),
-        ("values", c_void_p),
+        *((name, c_void_p) for name in ("keys", "values")),
         ("window", c_int64),
-        ("attention_scale", c_float),
-        ("attention_softcap", c_float),
-        ("rope", c_int32),
-        ("activation", c_int32),
+        *((name, c_float) for name in ("attention_scale", "attention_softcap")),
+        *((name, c_int32) for name in ("rope", "activation")),
     )
 
 
@@ -189,11 +179,6 @@ def isas() -> tuple[str, ...]:
 def use_isa(name: str | None) -> None:
     """Use another code path from now on; None for the best. Raises KernelError where the CPU does not support it."""
     check(native().ap_use_isa(-1 if name is None else ISAS.index(name)), f"the path {name}")
-
-
-def read_limit(buffer: Tensor, repeats: int = 5) -> float:
-    """Read bandwidth in GB/s of `buffer` with torch's number of threads, by the kernels' loads; best of `repeats`."""
-    return float(native().ap_read_limit(pointer(buffer), buffer.nbytes, repeats, threads()))
 
 
 def describe() -> str:

@@ -25,8 +25,7 @@ def openmp() -> ctypes.CDLL | None:
 
 
 def alone_after_fork() -> None:
-    """Make forked children compute on one thread: OpenMP threads do not survive a fork, and
-    torch would wait for ever."""
+    """Make forked children compute on one thread: OpenMP's do not survive a fork, and torch would wait for ever."""
     os.register_at_fork(after_in_child=functools.partial(torch.set_num_threads, 1))
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accelpatch.kernels.triton.dependent_launch import release, wait
+from accelpatch.kernels.triton.dependent_launch import overlap
 from accelpatch.kernels.triton.launch import dependent, on
 
 
@@ -16,9 +16,7 @@ def _token(  # type: ignore[no-untyped-def]
     logits, ids, weights, experts, chosen,
     NORMALISE: tl.constexpr, DEPENDENT: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        release()
-        wait()
+    overlap(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, EXPERTS)
     score = tl.load(logits + token * experts + number, mask=number < experts, other=float("-inf")).to(tl.float32)

@@ -83,11 +83,6 @@ class Compiler:
             self._none = True
             return None
 
-    def close(self) -> None:
-        """End the child; another starts when it is needed."""
-        with self._lock:
-            self._end()
-
     def _answer(self, question: bytes) -> tuple[int, str]:
         if self._process is None:
             self._process = _started()
@@ -96,8 +91,7 @@ class Compiler:
         assert answers is not None
         questions.write(question)
         questions.flush()
-        found: tuple[int, str] = pickle.load(answers)
-        return found
+        return pickle.load(answers)
 
     def _end(self) -> None:
         if self._process is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import triton
+import triton.language as tl
 from triton.language.extra import cuda
 
 HERE = hasattr(cuda, "gdc_wait")
@@ -26,7 +27,12 @@ else:  # Triton looks up every name of a kernel, also in branches that it leaves
         """Does nothing: not supported here."""
         return
 
-    @triton.jit
-    def wait() -> None:
-        """Does nothing: not supported here."""
-        return
+    wait = release
+
+
+@triton.jit
+def overlap(DEPENDENT: tl.constexpr) -> None:
+    """Let the next kernel start, then wait for the previous one, for a kernel that reads nothing earlier."""
+    if DEPENDENT:
+        release()
+        wait()

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from accelpatch.kernels.layouts.expert_stack import BLOCK, Stack
-from accelpatch.kernels.triton.dependent_launch import release, wait
+from accelpatch.kernels.triton.dependent_launch import overlap
 from accelpatch.kernels.triton.gated_activation import CODES, _activated
 from accelpatch.kernels.triton.launch import cdiv, dependent, on
 
@@ -120,9 +120,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, BIAS: tl.constexpr,
     DEPENDENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        release()
-        wait()
+    overlap(DEPENDENT)
     pair = tl.program_id(1).to(tl.int64)
     expert = tl.load(ids + pair).to(tl.int64)
     if (expert >= 0) & (expert < experts):
@@ -184,9 +182,7 @@ def _down(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     DEPENDENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        release()
-        wait()
+    overlap(DEPENDENT)
     token = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < width
@@ -214,11 +210,6 @@ def _down(  # type: ignore[no-untyped-def]
     tl.store(out, total.to(y.dtype.element_ty), mask=inside)
 
 
-def kind_of(stack: Stack) -> int:
-    """The kernels' number of a kind of weight."""
-    return {4: INT4, 8: INT8}.get(stack.bits, FLOAT)
-
-
 def code_of(activation: str) -> int:
     """The kernels' number of an activation."""
     return CODES.get(activation, CLAMPED)
@@ -232,17 +223,13 @@ def weight_arguments(stack: Stack, k: int) -> tuple[tuple[Tensor, ...], int, dic
     if stack.tiled:
         w = w.view(torch.int32)
     form = {
-        "KIND": kind_of(stack),
+        "KIND": {4: INT4, 8: INT8}.get(stack.bits, FLOAT),
         "MINIMUM": offset is not None,
-        "GROUP": group_of(k, groups),
+        # whole rows are a multiple of a block that no row reaches
+        "GROUP": k // groups if groups > 1 else cdiv(k, BLOCK) * BLOCK,
         "BIAS": bias is not None,
     }
     return tuple(w if one is None else one for one in (w, scale, offset, bias)), groups, form
-
-
-def group_of(k: int, groups: int) -> int:
-    """Values of K that share a scale, for a kernel: whole rows are a multiple of a block that no row reaches."""
-    return k // groups if groups > 1 else -(-k // BLOCK) * BLOCK
 
 
 def of_few(

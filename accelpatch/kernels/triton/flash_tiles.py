@@ -69,20 +69,6 @@ MOST_KEYS: Mapping[str, Mapping[str, int]] = {
     "amd": {"ranges": 32, "bias": 32},
 }
 
-#: what a tuner tries
-CANDIDATES: Mapping[str, tuple[Tile, ...]] = {
-    "nvidia": (
-        Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 128, 4, 2), Tile(128, 32, 4, 3), Tile(128, 64, 4, 2),
-        Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(128, 64, 8, 4), Tile(128, 128, 8, 2),
-        Tile(128, 128, 8, 3), Tile(128, 128, 4, 2), Tile(256, 64, 8, 2), Tile(64, 32, 4, 2),
-    ),
-    "amd": (
-        Tile(128, 64, 4, 1, 2), Tile(128, 64, 4, 1, 1), Tile(128, 64, 4, 2, 2), Tile(128, 128, 4, 1, 1),
-        Tile(128, 32, 4, 1, 2), Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 1, 2), Tile(256, 64, 8, 1, 1),
-        Tile(128, 64, 8, 1, 2), Tile(128, 128, 8, 1, 2),
-    ),
-}  # fmt: skip
-
 
 def padded(size: int) -> int:
     """Columns of a tile for heads of this size: the next power of 2."""
@@ -101,14 +87,6 @@ def matrix_unit(device: Device) -> str:
     if facts is None or facts.matrix is None:
         return device.vendor
     return "mfma without fp8" if facts.matrix == "mfma" and facts.fp8 is None else facts.matrix
-
-
-def configurations(device: Device, size: int) -> tuple[Tile, ...]:
-    """The tiles that a tuner tries for heads of this size in 16 bits."""
-    tiles = [tile for tile in CANDIDATES.get(device.vendor, ()) if fits(tile, device, size)]
-    if device.facts is not None and device.facts.matrix == "wgmma":
-        tiles += [replace(tile, tma=True) for tile in tiles]
-    return tuple(tiles)
 
 
 def chosen(device: Device, size: int, dtype: torch.dtype, causal: bool, length: int, masks: str = "") -> Tile:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accelpatch.kernels.triton.dependent_launch import release, wait
+from accelpatch.kernels.triton.dependent_launch import overlap
 from accelpatch.kernels.triton.launch import cdiv, dependent, on
 
 BLOCK = 1024
@@ -37,9 +37,7 @@ def _activated(x, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
 def _block(  # type: ignore[no-untyped-def]
     gate, up, y, width, gate_stride, up_stride, CODE: tl.constexpr, DEPENDENT: tl.constexpr, SIZE: tl.constexpr
 ):
-    if DEPENDENT:
-        release()
-        wait()
+    overlap(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = columns < width

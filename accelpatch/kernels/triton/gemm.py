@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from accelpatch.kernels.layouts.tiling import TILE_VALUES
-from accelpatch.kernels.triton.dependent_launch import release, wait
+from accelpatch.kernels.triton.dependent_launch import overlap
 from accelpatch.kernels.triton.launch import cdiv, dependent, on
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -92,9 +92,7 @@ def _gemm(  # type: ignore[no-untyped-def]
     SCALED: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr, EVEN: tl.constexpr,
     DEPENDENT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        release()
-        wait()
+    overlap(DEPENDENT)
     split, across = tl.program_id(1), tl.cdiv(m, TOKENS)
     tokens = tl.program_id(0) % across * TOKENS + tl.arange(0, TOKENS)  # those that share rows run together
     rows = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -130,9 +128,7 @@ def _gemm(  # type: ignore[no-untyped-def]
 def _add_up(  # type: ignore[no-untyped-def]
     parts, bias, y, count, n, splits, BIAS: tl.constexpr, DEPENDENT: tl.constexpr, SIZE: tl.constexpr
 ):
-    if DEPENDENT:
-        release()
-        wait()
+    overlap(DEPENDENT)
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = at < count
     total = tl.zeros([SIZE], tl.float32)

@@ -19,38 +19,27 @@ from torch import Tensor
 from accelpatch.device import probe
 from accelpatch.kernels.triton import gemm_w8a8_kernels as kernels
 from accelpatch.kernels.triton.gated_activation import CODES
+from accelpatch.kernels.triton.gemm import Block
 from accelpatch.kernels.triton.launch import cdiv, on, processors
 
 LEAST_RUN = 1024  # least length of a K split
 GROUP = 8  # tiles of A's rows that run together, so that they read B's from L2
 DESCRIPTORS = find_spec("triton.tools.tensor_descriptor") is not None  # since Triton 3.4
 
-
-@dataclass(frozen=True)
-class Tile:
-    """Tile sizes of a program: rows of A, rows of B (columns of E), and K; its warps and stages."""
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-
-
-Tiles = tuple[tuple[int, Tile], ...]
+Tiles = tuple[tuple[int, Block], ...]
 #: (rows of A from which on it is used, tile), the largest first; measured on Hopper
-TILES = ((1024, Tile(128, 256, 128, 8, 4)), (0, Tile(128, 128, 128, 8, 4)))
-GATED = ((0, Tile(128, 128, 128, 8, 4)),)
+TILES = ((1024, Block(128, 256, 128, 8, 4)), (0, Block(128, 128, 128, 8, 4)))
+GATED = ((0, Block(128, 128, 128, 8, 4)),)
 #: of 8-bit floats, whose sums take twice the registers where they are added up UNIT_SUMS at a time
-FP8_TILES = ((0, Tile(128, 128, 128, 8, 4)),)
-FP8_GATED = ((0, Tile(128, 64, 128, 8, 4)),)
+FP8_TILES = ((0, Block(128, 128, 128, 8, 4)),)
+FP8_GATED = ((0, Block(128, 64, 128, 8, 4)),)
 UNIT_SUMS = 128  # that Hopper's matrix unit adds up itself, with 14 bits; see gemm_w8a8_kernels.py
-AMD_TILES = ((0, Tile(128, 128, 64, 8, 2)),)
+AMD_TILES = ((0, Block(128, 128, 64, 8, 2)),)
 #: rows of A up to which it is used -> tile of a stream of B
-STREAMS: Mapping[int, Tile] = MappingProxyType(
-    {16: Tile(16, 64, 256, 4, 3), 32: Tile(32, 64, 256, 4, 3), 64: Tile(64, 64, 256, 4, 3)}
+STREAMS: Mapping[int, Block] = MappingProxyType(
+    {16: Block(16, 64, 256, 4, 3), 32: Block(32, 64, 256, 4, 3), 64: Block(64, 64, 256, 4, 3)}
 )
-AMD_STREAMS: Mapping[int, Tile] = MappingProxyType({**STREAMS, 64: Tile(64, 64, 128, 4, 2)})  # more would spill
+AMD_STREAMS: Mapping[int, Block] = MappingProxyType({**STREAMS, 64: Block(64, 64, 128, 4, 2)})  # more would spill
 FEW_ROWS = max(STREAMS)
 
 
@@ -109,10 +98,10 @@ def gated(a: Tensor, b: Tensor, row_scale: Tensor, column_scale: Tensor, bias: T
         bias = None if bias is None else bias.contiguous()
         with on(a):
             left, right, out, tma = _operands(a, b, e, tile, halves=2)
-            kernels.gated[(cdiv(m, tile.m) * cdiv(n, tile.n),)](
+            kernels.gated[(cdiv(m, tile.tokens) * cdiv(n, tile.rows),)](
                 left, right, out, e, row_scale.contiguous(), column_scale.contiguous(), e if bias is None else bias,
-                m, n, k, a.stride(0), b.stride(0), bias is not None, CODES[activation], tma, k % tile.k == 0,
-                tile.m, tile.n, tile.k, GROUP, *_sums(a), num_warps=tile.warps, num_stages=_stages(tile),
+                m, n, k, a.stride(0), b.stride(0), bias is not None, CODES[activation], tma, k % tile.columns == 0,
+                tile.tokens, tile.rows, tile.columns, GROUP, *_sums(a), **tile.options(),
             )  # fmt: skip
     return e
 
@@ -123,7 +112,7 @@ def _rows(matrix: Tensor) -> Tensor:
     return matrix if fits else matrix.contiguous()
 
 
-def _operands(a: Tensor, b: Tensor, e: Tensor, tile: Tile, halves: int = 1) -> tuple[Any, Any, Any, bool]:
+def _operands(a: Tensor, b: Tensor, e: Tensor, tile: Block, halves: int = 1) -> tuple[Any, Any, Any, bool]:
     """A, B and E as the kernels take them, and whether those are descriptors of tiles: Hopper's TMA needs rows at
     multiples of 16 bytes. halves: 2 where a tile has rows of both halves of B."""
     facts = probe(a.device).facts
@@ -135,15 +124,11 @@ def _operands(a: Tensor, b: Tensor, e: Tensor, tile: Tile, halves: int = 1) -> t
     of, n = TensorDescriptor.from_tensor, b.shape[0] // halves
     row = b.stride(0)
     weight = (
-        of(b, [tile.n, tile.k])
+        of(b, [tile.rows, tile.columns])
         if halves == 1
-        else TensorDescriptor(b, [halves, n, b.shape[1]], [n * row, row, 1], [halves, tile.n, tile.k])
+        else TensorDescriptor(b, [halves, n, b.shape[1]], [n * row, row, 1], [halves, tile.rows, tile.columns])
     )
-    return of(a, [tile.m, tile.k]), weight, of(e, [tile.m, tile.n]), True
-
-
-def _stages(tile: Tile) -> int:
-    return 2 if torch.version.hip else tile.stages  # LDS holds less
+    return of(a, [tile.tokens, tile.columns]), weight, of(e, [tile.tokens, tile.rows]), True
 
 
 def _sums(a: Tensor) -> tuple[int, ...]:
@@ -151,7 +136,7 @@ def _sums(a: Tensor) -> tuple[int, ...]:
     return () if a.dtype == torch.int8 else (UNIT_SUMS if not torch.version.hip else -1,)
 
 
-def _tile(a: Tensor, m: int, integers: Tiles, floats: Tiles) -> Tile:
+def _tile(a: Tensor, m: int, integers: Tiles, floats: Tiles) -> Block:
     tiles = AMD_TILES if torch.version.hip else integers if a.dtype == torch.int8 else floats
     return next(one for least, one in tiles if m >= least)
 
@@ -160,26 +145,26 @@ def _by_tiles(a: Tensor, b: Tensor, e: Tensor, epilogue: Epilogue) -> None:
     (m, k), n, batch = a.shape[-2:], b.shape[-2], a.shape[0] if a.dim() == 3 else 1
     tile = _tile(a, m, TILES, FP8_TILES)
     left, right, out, tma = _operands(a, b, e, tile)
-    kernels.tiles[(cdiv(m, tile.m) * cdiv(n, tile.n), batch)](
+    kernels.tiles[(cdiv(m, tile.tokens) * cdiv(n, tile.rows), batch)](
         left, right, out, e, *epilogue.tensors, *epilogue.numbers, m, n, k, a.stride(-2), b.stride(-2), epilogue.d_row,
-        epilogue.d_batch, *epilogue.flags, tma, k % tile.k == 0, tile.m, tile.n, tile.k, GROUP,
-        *_sums(a), num_warps=tile.warps, num_stages=_stages(tile),
+        epilogue.d_batch, *epilogue.flags, tma, k % tile.columns == 0, tile.tokens, tile.rows, tile.columns, GROUP,
+        *_sums(a), **tile.options(),
     )  # fmt: skip
 
 
 def _by_stream(a: Tensor, b: Tensor, e: Tensor, epilogue: Epilogue) -> None:
     (m, k), n = a.shape, b.shape[0]
     tile = next(one for most, one in (AMD_STREAMS if torch.version.hip else STREAMS).items() if m <= most)
-    blocks = cdiv(n, tile.n)
+    blocks = cdiv(n, tile.rows)
     runs = max(1, min(2 * processors(a.device) // blocks, k // LEAST_RUN, 8))
-    run = cdiv(k, runs * tile.k) * tile.k
+    run = cdiv(k, runs * tile.columns) * tile.columns
     splits = cdiv(k, run)
     kind = torch.int32 if a.dtype == torch.int8 else torch.float32
     parts = a.new_empty((splits, m, n), dtype=kind) if splits > 1 else e
     kernels.stream[(blocks, splits)](
         a, b, e, parts, *epilogue.tensors, *epilogue.numbers, m, n, k, a.stride(0), b.stride(0), epilogue.d_row, run,
-        *epilogue.flags, k % tile.k == 0, splits > 1, tile.m, tile.n, tile.k, *_sums(a),
-        num_warps=tile.warps, num_stages=_stages(tile),
+        *epilogue.flags, k % tile.columns == 0, splits > 1, tile.tokens, tile.rows, tile.columns, *_sums(a),
+        **tile.options(),
     )  # fmt: skip
     if splits > 1:
         kernels.add_up[(m, cdiv(n, 1024))](

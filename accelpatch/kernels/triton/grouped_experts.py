@@ -8,7 +8,6 @@ gate and up make as it is stored.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,31 +20,17 @@ from accelpatch.kernels.choice import few
 from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.layouts.expert_tiles import in_tile_order
 from accelpatch.kernels.triton.experts import _gate, code_of, of_few, weight_arguments
+from accelpatch.kernels.triton.gemm import Block
 from accelpatch.kernels.triton.launch import cdiv, on
 
-
-@dataclass(frozen=True)
-class Tile:
-    """Tile of a program: `tokens` of one expert, `rows` of its matrix; of floats and int8 `columns` of K at a time."""
-
-    tokens: int
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-
-    def options(self) -> dict[str, int]:
-        """Triton's launch options."""
-        return {"num_warps": self.warps, "num_stages": 2 if torch.version.hip else self.stages}
-
-
+# A program has `tokens` of one expert and `rows` of its matrix; of floats and int8 `columns` of K at a time.
 #: the first whose tokens are as many as come to an expert on average, else the last; the largest not on AMD
-TILES = (Tile(16, 64, 64, 4, 4), Tile(32, 64, 64, 4, 4), Tile(64, 64, 64, 4, 3), Tile(128, 128, 64, 8, 3))
+TILES = (Block(16, 64, 64, 4, 4), Block(32, 64, 64, 4, 4), Block(64, 64, 64, 4, 3), Block(128, 128, 64, 8, 3))
 AMD_TILES = TILES[:-1]
 #: of codes in tiles the first whose tokens are twice as many, else the last: an expert with more reads its codes again
-CODE_TILES = (Tile(16, 64, 128, 4, 4), Tile(64, 64, 128, 4, 3), Tile(256, 128, 128, 8, 2))
+CODE_TILES = (Block(16, 64, 128, 4, 4), Block(64, 64, 128, 4, 3), Block(256, 128, 128, 8, 2))
 LARGEST_SHARED = 144 << 10  # bytes of a block of the last of them
-WIDE = Tile(16, 32, 32, 4, 2)  # float32 takes twice the memory
+WIDE = Block(16, 32, 32, 4, 2)  # float32 takes twice the memory
 
 
 @triton.jit
@@ -228,7 +213,7 @@ def _down(  # type: ignore[no-untyped-def]
         tl.store(out, made.to(parts.dtype.element_ty), mask=inside[:, None] & here[None, :])
 
 
-def tiles_of(device: Device, tiled: bool) -> tuple[Tile, ...]:
+def tiles_of(device: Device, tiled: bool) -> tuple[Block, ...]:
     """The tiles to choose from, the smallest first. tiled: codes in tiles."""
     if device.vendor == "amd":
         return AMD_TILES

@@ -8,13 +8,12 @@ transposed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from accelpatch.kernels.triton.flash_tiles import Tile
 from accelpatch.kernels.triton.launch import cdiv, on
 from accelpatch.kernels.triton.quantize_rows import nearest
 
@@ -24,20 +23,10 @@ _MAGIC = tl.constexpr(0x4B400000)  # its bits
 _MAGIC_HALF = tl.constexpr(0x6480)  # those of 1,152 in float16, for int8 values
 
 
-@dataclass(frozen=True)
-class Block:
-    """Queries and keys of a program's tiles; its warps and stages."""
-
-    m: int
-    n: int
-    warps: int
-    stages: int
-
-
 # of prompts and of steps, measured on Hopper; heads above 128 would not fit its shared memory so
-BLOCKS = Block(128, 128, 8, 3), Block(16, 256, 8, 2)
-LARGE_HEADS = Block(128, 64, 8, 3), Block(16, 128, 4, 3)
-AMD = Block(128, 32, 8, 2), Block(16, 32, 4, 2)  # with more keys registers spill
+BLOCKS = Tile(128, 128, 8, 3), Tile(16, 256, 8, 2)
+LARGE_HEADS = Tile(128, 64, 8, 3), Tile(16, 128, 4, 3)
+AMD = Tile(128, 32, 8, 2), Tile(16, 32, 4, 2)  # with more keys registers spill
 
 
 @triton.jit

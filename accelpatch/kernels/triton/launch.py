@@ -32,8 +32,7 @@ def why_not(device: Device, *dtypes: torch.dtype) -> str | None:
 
 
 def on(tensor: Tensor) -> AbstractContextManager[object]:
-    """Context manager: launches of Triton kernels go to the tensor's device. On AMD they raise CompileError where the
-    compiler aborts."""
+    """Context manager: Triton launches go to the tensor's device. On AMD an aborting compiler is a CompileError."""
     place = on_device(tensor)
     return guarded(place) if torch.version.hip and tensor.is_cuda else place
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accelpatch.kernels.triton.dependent_launch import release, wait
+from accelpatch.kernels.triton.dependent_launch import overlap
 from accelpatch.kernels.triton.launch import dependent, on, warps
 from accelpatch.kernels.triton.quantize_rows import nearest
 
@@ -16,9 +16,7 @@ from accelpatch.kernels.triton.quantize_rows import nearest
 def _row(  # type: ignore[no-untyped-def]
     x, weight, bias, q, x_stride, width, eps, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    if DEPENDENT:
-        release()
-        wait()
+    overlap(DEPENDENT)
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = columns < width
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)

@@ -12,20 +12,10 @@ from torch import Tensor
 
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.triton.launch import cdiv, on
+from accelpatch.kernels.triton.rotation import normed
 
 HEADS = 8
 WARPS = 4
-
-
-@triton.jit
-def _scaled(part, factor, weight, columns, inside, PLUS_ONE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Columns of rows times factor and weight, rounded where transformers rounds."""
-    kind: tl.constexpr = part.dtype
-    scales = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-    normal = part.to(tl.float32) * factor
-    if PLUS_ONE:
-        return (normal * (scales + 1.0)).to(kind)
-    return (normal.to(kind).to(tl.float32) * scales).to(kind)
 
 
 @triton.jit
@@ -37,8 +27,8 @@ def _squares(part):  # type: ignore[no-untyped-def]
 @triton.jit
 def _normed(part, factor, is_q, q_norm, k_norm, columns, inside, PLUS_ONE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Columns of rows of q and k after their norms."""
-    of_q = _scaled(part, factor, q_norm, columns, inside, PLUS_ONE)
-    return tl.where(is_q, of_q, _scaled(part, factor, k_norm, columns, inside, PLUS_ONE))
+    of_q = normed(part, factor, tl.load(q_norm + columns, mask=inside, other=0.0), PLUS_ONE)
+    return tl.where(is_q, of_q, normed(part, factor, tl.load(k_norm + columns, mask=inside, other=0.0), PLUS_ONE))
 
 
 @triton.jit
@@ -72,7 +62,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     is_q, is_v = (head < heads)[:, None], (head >= heads + kv_heads)[:, None]
     first, second, third = low, high, last
     if NORM:
-        factor = tl.rsqrt((_squares(low) + _squares(high) + _squares(last)) / SIZE + eps)[:, None]
+        factor = tl.rsqrt((_squares(low) + _squares(high) + _squares(last)) / SIZE + eps)
         first = _normed(low, factor, is_q, q_norm, k_norm, columns, inside, PLUS_ONE)
         second = _normed(high, factor, is_q, q_norm, k_norm, half + columns, inside, PLUS_ONE)
         third = _normed(last, factor, is_q, q_norm, k_norm, further, beyond, PLUS_ONE)

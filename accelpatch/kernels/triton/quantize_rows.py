@@ -7,14 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accelpatch.kernels.triton.dependent_launch import release, wait
+from accelpatch.kernels.triton.dependent_launch import overlap
 from accelpatch.kernels.triton.gated_activation import CODES, _activated
 from accelpatch.kernels.triton.launch import dependent, on, warps
 
 _LEAST = tl.constexpr(2.0**-119)
-_ROUND = tl.constexpr(
-    12582912.0
-)  # 1.5 * 2^23: a float32 of up to 2^22 plus this, less this, is rounded to nearest even
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of up to 2^22 plus this, less this, is rounded to even
 
 
 @triton.jit
@@ -71,61 +69,38 @@ def store_row(values, given, q, scales, row, columns, width, STATIC: tl.constexp
 
 @triton.jit
 def _row(  # type: ignore[no-untyped-def]
-    x, given, q, scales, x_stride, width, STATIC: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr
-):
-    if DEPENDENT:
-        release()
-        wait()
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    values = tl.load(x + row * x_stride + columns, mask=columns < width, other=0.0).to(tl.float32)
-    store_row(values, given, q, scales, row, columns, width, STATIC)
-
-
-@triton.jit
-def _gated_row(  # type: ignore[no-untyped-def]
-    both, given, q, scales, both_stride, width,
+    x, given, q, scales, x_stride, width,
     CODE: tl.constexpr, STATIC: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        release()
-        wait()
+    """CODE: of the activation, where a row of x is that of a gate, then that of up; -1 for none."""
+    overlap(DEPENDENT)
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    at, inside = both + row * both_stride + columns, columns < width
-    gate, up = tl.load(at, mask=inside, other=0.0), tl.load(at + width, mask=inside, other=0.0)
-    opened = _activated(gate.to(tl.float32), CODE).to(gate.dtype).to(tl.float32)
-    values = (opened * up.to(tl.float32)).to(gate.dtype).to(tl.float32)
-    store_row(values, given, q, scales, row, columns, width, STATIC)
+    at, inside = x + row * x_stride + columns, columns < width
+    values = tl.load(at, mask=inside, other=0.0)
+    if CODE >= 0:
+        up = tl.load(at + width, mask=inside, other=0.0)
+        opened = _activated(values.to(tl.float32), CODE).to(values.dtype).to(tl.float32)
+        values = (opened * up.to(tl.float32)).to(values.dtype)
+    store_row(values.to(tl.float32), given, q, scales, row, columns, width, STATIC)
 
 
 def gated_rows(both: Tensor, activation: str, scale: Tensor | None, form: torch.dtype) -> tuple[Tensor, Tensor]:
     """As the operation."""
-    width = both.shape[-1] // 2
-    flat = both.reshape(-1, 2 * width)
-    flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    q = both.new_empty((*both.shape[:-1], width), dtype=form)
-    scales = both.new_empty((*both.shape[:-1], 1), dtype=torch.float32)
-    block, (overlapped, options) = triton.next_power_of_2(width), dependent(both)
-    if q.numel():
-        with on(both):
-            _gated_row[(flat.shape[0],)](
-                flat, scales if scale is None else scale, q, scales, flat.stride(0), width, CODES[activation],
-                scale is not None, overlapped, block, num_warps=warps(block), **options,
-            )  # fmt: skip
-    return q, scales
+    return quantize_rows(both, scale, form, CODES[activation])
 
 
-def quantize_rows(x: Tensor, scale: Tensor | None, form: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As the operation."""
-    width = x.shape[-1]
-    flat = x.reshape(-1, width)
+def quantize_rows(x: Tensor, scale: Tensor | None, form: torch.dtype, code: int = -1) -> tuple[Tensor, Tensor]:
+    """As the operation. code: of the activation, for rows of a gate and of up; -1 for none."""
+    width = x.shape[-1] if code < 0 else x.shape[-1] // 2
+    flat = x.reshape(-1, x.shape[-1])
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
-    q = x.new_empty(x.shape, dtype=form)
+    q = x.new_empty((*x.shape[:-1], width), dtype=form)
     scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     block, (overlapped, options) = triton.next_power_of_2(width), dependent(x)
     if q.numel():
         with on(x):
             _row[(flat.shape[0],)](
-                flat, scales if scale is None else scale, q, scales, flat.stride(0), width, scale is not None,
-                overlapped, block, num_warps=warps(block), **options,
+                flat, scales if scale is None else scale, q, scales, flat.stride(0), width, code,
+                scale is not None, overlapped, block, num_warps=warps(block), **options,
             )  # fmt: skip
     return q, scales

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accelpatch.kernels.triton.dependent_launch import release, wait
+from accelpatch.kernels.triton.dependent_launch import overlap
 from accelpatch.kernels.triton.launch import cdiv, dependent, on
 
 COLUMNS = 512  # of a program
@@ -20,9 +20,7 @@ def _reordered(  # type: ignore[no-untyped-def]
     x, order, weight, y, width, x_stride, eps, NORM: tl.constexpr, PLUS_ONE: tl.constexpr, DEPENDENT: tl.constexpr,
     ROW: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        release()
-        wait()
+    overlap(DEPENDENT)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
     places = tl.load(order + columns, mask=inside, other=0)

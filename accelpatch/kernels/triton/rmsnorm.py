@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accelpatch.kernels.triton.dependent_launch import release, wait
+from accelpatch.kernels.triton.dependent_launch import overlap
 from accelpatch.kernels.triton.launch import dependent, on, warps
 from accelpatch.kernels.triton.quantize_rows import store_row
 
@@ -17,9 +17,7 @@ def _row(  # type: ignore[no-untyped-def]
     x, residual, weight, y, total, given, scales, width, eps, ADD: tl.constexpr, AFTER: tl.constexpr,
     ROWS: tl.constexpr, STATIC: tl.constexpr, PLUS_ONE: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    if DEPENDENT:
-        release()
-        wait()
+    overlap(DEPENDENT)
     place = tl.program_id(0).to(tl.int64)
     row = place * width
     columns = tl.arange(0, BLOCK)

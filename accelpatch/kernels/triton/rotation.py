@@ -37,7 +37,9 @@ def angles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _normed(value, factor, weight, kind: tl.constexpr, PLUS_ONE: tl.constexpr):  # type: ignore[no-untyped-def]
+def normed(value, factor, weight, PLUS_ONE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of values times factor and weight, rounded where transformers rounds."""
+    kind: tl.constexpr = value.dtype
     wide = value.to(tl.float32) * factor[:, None]
     if PLUS_ONE:
         return (wide * (weight.to(tl.float32) + 1.0)[None, :]).to(kind)
@@ -64,8 +66,8 @@ def rotated(  # type: ignore[no-untyped-def]
     if NORM:
         wide, inside = value.to(tl.float32), columns < SIZE
         factor = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
-        value = _normed(value, factor, tl.load(weight + columns, mask=inside, other=0.0), kind, PLUS_ONE)
-        other = _normed(other, factor, tl.load(weight + others, mask=inside, other=0.0), kind, PLUS_ONE)
+        value = normed(value, factor, tl.load(weight + columns, mask=inside, other=0.0), PLUS_ONE)
+        other = normed(other, factor, tl.load(weight + others, mask=inside, other=0.0), PLUS_ONE)
     straight = (value.to(tl.float32) * cos).to(kind).to(tl.float32)
     across = (other.to(tl.float32) * sin).to(kind).to(tl.float32)
     done = (straight + tl.where((columns < ROTARY_DIM // 2)[None, :], -across, across)).to(kind)

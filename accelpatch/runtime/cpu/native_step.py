@@ -6,9 +6,7 @@ step; all other calls, and steps observed by hooks, run the modules. `paths` cou
 
 from __future__ import annotations
 
-import copy
 import threading
-from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,11 +23,10 @@ from accelpatch.fusion.native_model import NativeModel, native_model
 from accelpatch.kernels.cpu.decode_step import DecodeStep
 from accelpatch.kernels.cpu.native_library import MAX_BATCH
 from accelpatch.runtime.cache_contents import Contents, attached
-from accelpatch.runtime.code_watch import CodeWatch
-from accelpatch.runtime.copied import recounted
 from accelpatch.runtime.cpu.mixed_step import mixed_step
 from accelpatch.runtime.cpu.native_cache import Store, stored
 from accelpatch.runtime.cpu.torch_threads import all_threads
+from accelpatch.runtime.model_runtime import ModelRuntime
 from accelpatch.runtime.watch import Watch
 
 NATIVE = "native step"
@@ -56,20 +53,13 @@ class Reading:
     version: int
 
 
-class NativeRuntime:
-    """The native steps of one patched model. A deep copy starts without any and makes its own."""
+class NativeRuntime(ModelRuntime):
+    """The native steps of one patched model."""
 
     def __init__(self) -> None:
-        self.paths: Counter[str] = Counter()
-        self.code = CodeWatch()
-        self.unfused: Mapping[int, str] = {}  # place -> why, of layers that were over their bound at the patch
+        super().__init__()
         self._reading: Reading | None = None
         self._lock = threading.Lock()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NativeRuntime:
-        made: NativeRuntime = recounted(NativeRuntime(), self.paths, memo)
-        made.unfused, made.code = self.unfused, copy.deepcopy(self.code, memo)
-        return made
 
     def __reduce__(self) -> tuple[type[NativeRuntime], tuple[()]]:
         return NativeRuntime, ()
@@ -192,8 +182,7 @@ def _why_not(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> str
 
 
 def _is_empty(cache: Any) -> bool:
-    """Whether there is no cache, or none that holds tokens: the layers of linear attention (Mamba) count none, nor do
-    the pages of continuous batching."""
+    """Whether no cache holds tokens: linear attention (Mamba) counts none, nor do pages of continuous batching."""
     if not isinstance(cache, Cache) or all(getattr(cache, "is_linear", [False])):
         return True
     return bool(cache.get_seq_length() == 0)
@@ -209,8 +198,7 @@ def _step(reading: Reading, store: Store) -> DecodeStep:
     assert reading.model is not None
     if store.step is None or store.made_by is not reading.model:
         store.step, store.made_by = reading.model.step(store.keys, store.values), reading.model
-    step: DecodeStep = store.step
-    return step
+    return store.step
 
 
 class NativeRun:

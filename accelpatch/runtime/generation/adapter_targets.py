@@ -6,7 +6,7 @@ PEFT warns of that only where it finds no parameter at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -56,7 +56,8 @@ def _for_packed(model: nn.Module, configs: Mapping[str, Any]) -> tuple[str, str]
     """The first adapter that is for packed weights, and the message that refuses it; None where there is none."""
     for adapter, config in configs.items():
         targets = getattr(config, "target_parameters", None) or ()
-        if targets and (found := next((name for name in _packed(model) if _is_named(name, targets)), None)):
+        named = tuple(f".{target}" for target in targets)
+        if targets and (found := next((name for name in _packed(model) if f".{name}".endswith(named)), None)):
             return adapter, (
                 f"the adapter {adapter} is for {found} (target_parameters: {', '.join(sorted(targets))}), which is "
                 "packed and no parameter: call accelpatch.unpatch(model), add the adapter, and patch again"
@@ -72,10 +73,6 @@ def _take_out(model: nn.Module) -> None:
             while hasattr(type(inner), "adapter_layer_names"):
                 inner = inner._modules.get("base_layer", inner._modules.get("original_module"))
             parent._modules[name] = inner
-
-
-def _is_named(name: str, targets: Iterable[str]) -> bool:
-    return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def _packed(model: nn.Module) -> Iterator[str]:

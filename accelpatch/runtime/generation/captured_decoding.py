@@ -23,8 +23,8 @@ from accelpatch.runtime.generation.captured_reports import Reports
 from accelpatch.runtime.generation.captured_run import CapturedRun
 from accelpatch.runtime.generation.decoding import loop, stock_loop_because
 from accelpatch.runtime.generation.sampler import Sampler, Unknown
+from accelpatch.runtime.graphs.captured_cache import NotCaptured
 from accelpatch.runtime.graphs.captured_runtime import CapturedRuntime
-from accelpatch.runtime.graphs.captured_step import NotCaptured
 
 Stock = Callable[..., Any]
 
@@ -44,7 +44,9 @@ def captured_loop(
         )
         reason = reason or _turning(model, ids.shape[1], criteria.max_length)
         if reason is None:
-            capacity = runtime.room(ids.shape[1] + _earlier(kwargs, ids), criteria.max_length)
+            mask = kwargs.get("attention_mask")  # covers the tokens in a cache that was passed in too
+            length = ids.shape[1] if mask is None else max(ids.shape[1], int(mask.shape[1]))
+            capacity = runtime.room(length, criteria.max_length)
             try:
                 run = CapturedRun(model, runtime, runtime.step(model, ids.shape[0], capacity))
             except NotCaptured as error:
@@ -80,12 +82,6 @@ def _turning(model: Any, length: int, most: int) -> str | None:
     if rope.get("rope_type") != "longrope" or switch is None or not length <= switch < most - 1:
         return None
     return f"longrope's frequencies change beyond {switch} tokens"
-
-
-def _earlier(kwargs: dict[str, Any], ids: Tensor) -> int:
-    """Number of tokens in a cache that was passed in, where `ids` do not repeat them."""
-    mask = kwargs.get("attention_mask")
-    return 0 if mask is None else max(0, int(mask.shape[1]) - ids.shape[1])
 
 
 def _decode(

@@ -9,7 +9,7 @@ the same as without draft tokens. Without draft tokens, a step is a plain one, q
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,42 +18,27 @@ from accelpatch.runtime.generation.captured_reports import Reports
 from accelpatch.runtime.generation.prompt_lookup import PromptLookup
 from accelpatch.runtime.graphs.captured_batch import TOKENS, Drafts
 from accelpatch.runtime.graphs.captured_graph import Graph
-from accelpatch.runtime.graphs.captured_step import CapturedStep
+
+if TYPE_CHECKING:
+    from accelpatch.runtime.generation.captured_run import CapturedRun
 
 STEPS = f"prompt lookup, steps of {TOKENS} tokens"
 ACCEPTED = "prompt lookup, draft tokens accepted"
 NONE = "no prompt lookup: "  # and the reason
 
 
-class DecodingRun(Protocol):
-    """The call of generate() that draft tokens belong to; see captured_run.py. slot: tokens cached so far."""
-
-    step: CapturedStep
-    slot: int
-    kwargs: dict[str, Any]
-
-    def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
-        """Logits after the prompt."""
-
-    def advance(self) -> None:
-        """Queue a step of one token."""
-
-    def used(self, tokens: int) -> None:
-        """Set how many tokens after the prompt belong into the caller's cache."""
-
-
 class Lookup:
-    """The draft tokens of one generate() call. steps: steps of TOKENS tokens. right: accepted draft tokens.
+    """The draft tokens of one generate() call. steps: steps of TOKENS tokens. accepted: draft tokens that were.
 
-    end: the maximum length of the sequence in tokens, or None.
+    known: the text so far. end: the maximum length of the sequence in tokens, or None.
     """
 
-    def __init__(self, run: DecodingRun, drafts: Drafts, ids: Tensor, end: int | None):
+    def __init__(self, run: CapturedRun, drafts: Drafts, ids: Tensor, end: int | None):
         self.run, self.drafts = run, drafts
         self.steps = self.accepted = 0
         self._ids: list[int] = ids[0].tolist()  # read before the prompt runs: the device is still idle
         self._end = end
-        self._known = PromptLookup([])
+        self.known = PromptLookup([])
         self._due: list[int] = []  # draft tokens of the last step that may still be accepted
 
     @property
@@ -64,19 +49,19 @@ class Lookup:
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
         """Logits [1, V] float32 after the prompt, which is indexed for look-ups while the device works."""
         logits = self.run.prompt(ids, config, kwargs)
-        self._known = PromptLookup(self._ids)
+        self.known = PromptLookup(self._ids)
         return logits
 
     def next(self, ids: Tensor, tokens: Tensor) -> Tensor:
         """Logits [1, V] float32 after `tokens`[1], the last of `ids`: from a verified place, or from a new step."""
         token = int(tokens[0])
-        self.learn(token)
+        self.known.append(token)
         if self._due and self._due[0] == token:
             self.sample(TOKENS - len(self._due))
             del self._due[0]
         else:
             if self._due:
-                self.judge(TOKENS - len(self._due) - 1)
+                self.known.learn(TOKENS - len(self._due) - 1)
             self.run.step.batch.tokens.copy_(tokens)
             self._due = self.draft() or []
             if self._due:
@@ -84,23 +69,15 @@ class Lookup:
                 self.sample(0)
             else:
                 self.run.advance()
-        self.run.used(len(self._known) - len(self._ids))
+        self.run.used(len(self.known) - len(self._ids))
         return self.run.step.batch.logits.clone()
-
-    def learn(self, token: int) -> None:
-        """Append a sampled token to the known text."""
-        self._known.append(token)
-
-    def judge(self, accepted: int) -> None:
-        """Record how many draft tokens of a step were accepted."""
-        self._known.learn(accepted)
 
     def draft(self) -> list[int] | None:
         """The draft tokens after the last token; None where there are none, or the cache has no room for them."""
         run = self.run
         fits = run.step.verification is not None and run.slot + TOKENS <= run.step.capacity
-        wanted = self._end is None or len(self._known) + 1 < self._end
-        return self._known.draft() if fits and wanted else None
+        wanted = self._end is None or len(self.known) + 1 < self._end
+        return self.known.draft() if fits and wanted else None
 
     def verify(self, drafted: list[int]) -> None:
         """Queue the step over the last token and its draft tokens; the batch is not advanced."""
@@ -161,7 +138,7 @@ class Late:
     def _put(self, token: Tensor, goes_on: bool) -> bool:
         """Emit one token [1]; returns whether another one is wanted."""
         self._made.append(token)
-        self._lookup.learn(int(token))
+        self._lookup.known.append(int(token))
         self._lookup.run.used(len(self._made) - 1)  # in case the streamer raises
         if self._streamer is not None:
             self._streamer.put(token)
@@ -182,7 +159,7 @@ class Late:
         self._several.send()
         outcome = self._several.wait()
         count = int(outcome[TOKENS])
-        self._lookup.judge(count - 1)
+        self._lookup.known.learn(count - 1)
         for row in range(count):
             self._lookup.sampled(row)
             yield outcome[row : row + 1], row + 1 < count or bool(outcome[TOKENS + 1])
@@ -195,7 +172,7 @@ class Late:
             report = self._single.wait()
             wrong = row == len(drafted) or drafted[row] != int(report[0])
             if wrong:
-                self._lookup.judge(row)
+                self._lookup.known.learn(row)
             yield report[:1], bool(report[1])
             if wrong:
                 return

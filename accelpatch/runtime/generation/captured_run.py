@@ -45,9 +45,8 @@ class CapturedRun:
                 self._contents.length = 0  # nothing to copy
             self._contents.detach()
         if lookup is not None and steps:
-            steps = max(
-                steps - lookup.accepted, 0
-            )  # after an exception, accepted draft tokens may not have been emitted
+            # after an exception, accepted draft tokens may not have been emitted
+            steps = max(steps - lookup.accepted, 0)
             paths[STEPS] += lookup.steps
             paths[ACCEPTED] += lookup.accepted
         paths[CAPTURED] += steps
@@ -67,7 +66,7 @@ class CapturedRun:
         cache = kwargs[CACHE]
         reason = why_not_fused(self.step, ids, kwargs)
         if reason is None:
-            graph = self.runtime.graph(self.step.batch.device)
+            graph = self.runtime.captured.graph(self.step.batch.device)
             chunk = getattr(config, "prefill_chunk_size", None)
             logits, length = fused_prompt(self.step, ids, kwargs, graph, chunk), ids.shape[1]
             outputs: Any = CausalLMOutputWithPast(**{CACHE: cache})
@@ -87,28 +86,26 @@ class CapturedRun:
         self._seen = bool(config.return_dict_in_generate) or not getattr(cache, OWN_CACHE, False)
         self._first = self.slot = self._contents.length = length
         self.step.show(length, mask)
-        self.step.batch.begin(length, self._positions(self.kwargs, mask, length))
+        given: Tensor | None = self.kwargs.get("position_ids")
+        if given is None:
+            given = torch.tensor(length) if mask is None else mask.ne(0).sum(1, keepdim=True)
+        else:
+            given = given[:, -1:]  # already the next token's position
+        self.step.batch.begin(length, given)
         return logits.to(ids.device)
-
-    def _positions(self, kwargs: dict[str, Any], mask: Tensor | None, length: int) -> Tensor:
-        given: Tensor | None = kwargs.get("position_ids")
-        if given is not None:
-            return given[:, -1:]  # already the next token's position
-        return torch.tensor(length) if mask is None else mask.ne(0).sum(1, keepdim=True)
 
     def sampler(self, sampler: Sampler, pad: Tensor | None) -> Graph:
         """The captured program of a sampler, set up for this run."""
         batch = self.step.batch
-        graph = batch.graph_of(sampler, self.runtime.graph(batch.device))
+        graph = batch.graph_of(sampler, self.runtime.captured.graph(batch.device))
         batch.begin_sampling(sampler, self.slot, pad)
         return graph
 
     def all_rows(self, sampler: Sampler) -> Graph | None:
-        """The program that samples at all places of a step with draft tokens; None where
-        tokens depend on earlier ones."""
+        """The program that samples at all places of a step with draft tokens; None where those depend on each other."""
         if self.lookup is None or not sampler.alone:
             return None
-        return self.lookup.drafts.graph_of(sampler, self.runtime.graph(self.step.batch.device))
+        return self.lookup.drafts.graph_of(sampler, self.runtime.captured.graph(self.step.batch.device))
 
     def advance(self) -> None:
         """Queue one step of the model; a full cache is grown first."""

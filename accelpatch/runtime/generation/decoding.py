@@ -7,7 +7,7 @@ suppressed end-of-sequence ids.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,10 @@ from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.spread import moves_only
 from accelpatch.runtime.code_watch import CODE
 from accelpatch.runtime.cpu.native_step import NativeRun, NativeRuntime, unknown
+
+if TYPE_CHECKING:
+    from accelpatch.runtime.generation.captured_lookup import Lookup
+    from accelpatch.runtime.generation.captured_run import CapturedRun
 
 # Arguments of generate()'s model calls that the loop supports besides those of a step.
 UNDERSTOOD = frozenset({"attention_mask", CACHE, "position_ids", "use_cache", "logits_to_keep", "tokenizer"})
@@ -50,24 +54,16 @@ def decode(
     return loop(_Steps(model, runtime), ids, processors, criteria, config, streamer, kwargs)
 
 
-class Steps(Protocol):
-    """Interface: logits [B, V] float32, owned by the caller, after a prompt and then after each further token."""
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        """generate()'s model arguments after the prompt."""
-
-    def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
-        """Logits after `ids`[B, L], with the arguments that generate() gives."""
-
-    def next(self, ids: Tensor, tokens: Tensor) -> Tensor:
-        """Logits after `tokens`[B], the last ones of `ids`."""
-
-
 def loop(
-    steps: Steps, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any, kwargs: dict[str, Any]
+    steps: _Steps | CapturedRun | Lookup,
+    ids: Tensor,
+    processors: Any,
+    criteria: Any,
+    config: Any,
+    streamer: Any,
+    kwargs: dict[str, Any],
 ) -> Any:
-    """The decoding loop over `steps`, in which the host samples each token."""
+    """The loop in which the host samples each token. steps: make the logits after a prompt, then after each token."""
     kept = _Kept(config)
     unfinished = torch.ones(ids.shape[0], dtype=torch.long, device=ids.device)
     padding = config._pad_token_tensor if any(hasattr(one, "eos_token_id") for one in criteria) else None
@@ -124,8 +120,7 @@ class _Steps:
 
     def _last_logits(self, outputs: Any, kwargs: dict[str, Any]) -> Tensor:
         self.kwargs = self._model._update_model_kwargs_for_generation(outputs, kwargs)
-        logits: Tensor = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
-        return logits
+        return outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
 
 
 class _Kept:

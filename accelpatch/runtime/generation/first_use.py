@@ -41,7 +41,7 @@ class _Meeting:
         whole: Callable[[nn.Module], None],
     ) -> None:  # fmt: skip
         self._act, self._on_left, self._whole = act, on_left, whole
-        self._met, self._ready, self._waiting, self._made = (_models() for _ in range(4))
+        self._met, self._ready, self._waiting, self._made = (weakref.WeakSet[nn.Module]() for _ in range(4))
         self._lock = threading.RLock()
         self._over = False
 
@@ -94,10 +94,6 @@ class _Meeting:
         for model in unseen:
             if id(model) not in inside:
                 self._leave(model, UNSEEN)
-
-
-def _models() -> weakref.WeakSet[nn.Module]:
-    return weakref.WeakSet()
 
 
 def _why_later(model: nn.Module, name: str, args: Any, kwargs: Any) -> str | None:

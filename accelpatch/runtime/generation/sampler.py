@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,25 +19,13 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from accelpatch.kernels.ops.sampling.greedy import greedy_, leave_
 
+if TYPE_CHECKING:
+    from accelpatch.runtime.graphs.captured_batch import Batch, Drafts
+
 # They read nothing but the scores, so transformers' own code can be captured and gives the same numbers.
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 SUPPRESSING = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
 CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
-
-
-class SamplerState(Protocol):
-    """The tensors of a batch that the sampler reads and writes; see captured_batch.Batch."""
-
-    tokens: Tensor
-    logits: Tensor
-    unfinished: Tensor
-    report: Tensor
-    slot: Tensor
-    suppressed_until: Tensor
-    ends: Tensor
-    suppressed: Tensor
-    pad: Tensor
-    arrived: Tensor
 
 
 class Unknown(Exception):
@@ -87,15 +75,14 @@ class Sampler:
         return self._suppressing[0].eos_token_id if self._suppressing else None
 
     def suppressed_until(self, slot: int) -> int:
-        """Number of cached tokens from which on the ids are no longer suppressed; slot: tokens
-        cached after the prompt."""
+        """Number of cached tokens from which on ids are not suppressed. slot: tokens cached after the prompt."""
         least = [
             one.min_length if type(one) is MinLengthLogitsProcessor else one.prompt_length_to_skip + one.min_new_tokens
             for one in self._suppressing
         ]
         return max(least, default=0) + slot - self._length
 
-    def next_token(self, rows: SamplerState) -> None:
+    def next_token(self, rows: Batch | Drafts) -> None:
         """The program: rows.logits -> rows.tokens, unfinished and report. Among equal logits the lowest id wins."""
         scores = rows.logits
         if self._suppressing:

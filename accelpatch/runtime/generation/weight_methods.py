@@ -6,7 +6,6 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -96,15 +95,12 @@ def naming_ties(cls: Any) -> Any:
         if not recurse:  # so PEFT looks for what an adapter is for
             check_next(self)
         named = cls.named_parameters(self, prefix, recurse, remove_duplicate)
+        start = f"{prefix}." if prefix else ""
+        tokens = ((f"{start}{name}.weight", module.token) for name, module in packed_in(self))
         by_torch = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
-        return named if remove_duplicate or not recurse or by_torch else itertools.chain(named, _tokens(self, prefix))
+        return named if remove_duplicate or not recurse or by_torch else itertools.chain(named, tokens)
 
     return named_parameters
-
-
-def _tokens(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
-    start = f"{prefix}." if prefix else ""
-    return ((f"{start}{name}.weight", module.token) for name, module in packed_in(model))
 
 
 def marking_packed(cls: Any) -> Any:

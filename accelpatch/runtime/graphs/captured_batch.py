@@ -28,12 +28,12 @@ class Batch:
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device):
-        int64 = {"dtype": torch.int64, "device": device}
+        int64: Any = {"dtype": torch.int64, "device": device}
         self.rows, self.device = rows, device
-        self.state = torch.zeros(2 * (rows + rows % 2) + 2, **int64)  # type: ignore[call-overload]
+        self.state = torch.zeros(2 * (rows + rows % 2) + 2, **int64)
         self.tokens, self.slot, self.positions = self.views(self.state)
-        self.report = torch.zeros(rows + 1, **int64)  # type: ignore[call-overload]
-        self.suppressed_until, self.pad = (torch.zeros(1, **int64) for _ in range(2))  # type: ignore[call-overload]
+        self.report = torch.zeros(rows + 1, **int64)
+        self.suppressed_until, self.pad = (torch.zeros(1, **int64) for _ in range(2))
         self.logits = torch.zeros(rows, vocabulary, dtype=torch.float32, device=device)
         self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
         self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -91,23 +91,19 @@ class Drafts:
     """
 
     def __init__(self, batch: Batch):
-        int64 = {"dtype": torch.int64, "device": batch.device}
+        int64: Any = {"dtype": torch.int64, "device": batch.device}
         self._last, self._slot, self._positions = batch.tokens, batch.slot, batch.positions
         self._logits = batch.logits
-        self.drafted, self.tokens = torch.zeros(DRAFTS, **int64), torch.zeros(TOKENS, **int64)  # type: ignore[call-overload]
-        self.places = torch.arange(TOKENS, **int64)  # type: ignore[call-overload]
-        self.slot = torch.zeros(TOKENS, 1, **int64)  # type: ignore[call-overload]
+        self.drafted, self.tokens = torch.zeros(DRAFTS, **int64), torch.zeros(TOKENS, **int64)
+        self.places = torch.arange(TOKENS, **int64)
+        self.slot = torch.zeros(TOKENS, 1, **int64)
         self.logits = batch.logits.new_zeros(TOKENS, batch.logits.shape[1])
         self.unfinished = torch.ones(TOKENS, dtype=torch.bool, device=batch.device)
         self.arrived = torch.zeros(TOKENS, dtype=torch.int32, device=batch.device)
-        self.outcome = torch.zeros(TOKENS + 2, **int64)  # type: ignore[call-overload]
+        self.outcome = torch.zeros(TOKENS + 2, **int64)
         self.report = self.outcome[:-1]
-        self.suppressed_until, self.ends, self.suppressed, self.pad = (
-            batch.suppressed_until,
-            batch.ends,
-            batch.suppressed,
-            batch.pad,
-        )
+        self.suppressed_until, self.pad = batch.suppressed_until, batch.pad
+        self.ends, self.suppressed = batch.ends, batch.suppressed
         self._sent = torch.zeros(DRAFTS, dtype=torch.int64, device="cpu", pin_memory=batch.device.type == "cuda")
         self._samplers: dict[Any, Graph] = {}
 

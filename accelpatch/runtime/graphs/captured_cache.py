@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.cached import Cached
@@ -21,28 +19,16 @@ LONG, STEP = 8192, 512  # capacities beyond LONG are multiples of STEP
 GROWTH = 2048  # and grow by so much
 
 
-@dataclass(frozen=True)
-class LayerShape:
-    """What one layer caches per token: keys[heads, key_size] and values[heads, value_size]."""
-
-    heads: int
-    key_size: int
-    value_size: int
-    dtype: torch.dtype
-    device: torch.device
-
-
 class CapturedLayer(CacheLayerMixin):
     """keys, values[B, heads, capacity, size]. A step writes at `slot`[1] on the device and attends over all slots."""
 
     is_compileable = True
     is_sliding = False  # all tokens are kept; the mask hides those outside the window
 
-    def __init__(self, shape: LayerShape, batch: int, capacity: int, slot: Tensor):
+    def __init__(self, shape: Cached, batch: int, capacity: int, slot: Tensor):
         super().__init__()
-        options = {"dtype": shape.dtype, "device": shape.device}
-        self.keys = torch.zeros(batch, shape.heads, capacity, shape.key_size, **options)  # type: ignore[call-overload]
-        self.values = torch.zeros(batch, shape.heads, capacity, shape.value_size, **options)  # type: ignore[call-overload]
+        options: Any = {"dtype": shape.dtype, "device": shape.device}
+        self.keys, self.values = (torch.zeros(batch, shape.heads, capacity, size, **options) for size in shape.sizes)
         self.dtype, self.device = shape.dtype, shape.device
         self.is_initialized = True
         self._slot = slot
@@ -73,11 +59,6 @@ class CapturedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
 
-def new_cache(shapes: Sequence[LayerShape], batch: int, capacity: int, slot: Tensor) -> Cache:
-    """An empty static cache of transformers' interface."""
-    return Cache(layers=[CapturedLayer(shape, batch, capacity, slot) for shape in shapes])
-
-
 def capacity_for(length: int, longest: int | None) -> int:
     """A capacity for `length` tokens: a power of two, and beyond LONG, where half of one would be gigabytes, a multiple
     of STEP; at most `longest` rounded up to a multiple of 64."""
@@ -91,12 +72,10 @@ def grown(capacity: int, longest: int | None) -> int:
     return capacity_for(wanted if longest is None else max(capacity + 1, min(wanted, longest)), longest)
 
 
-def shapes_of(cache: Any) -> tuple[LayerShape, ...]:
-    """The LayerShapes of a filled dynamic cache."""
-    return tuple(
-        LayerShape(one.keys.shape[1], one.keys.shape[3], one.values.shape[3], one.keys.dtype, one.keys.device)
-        for one in cache.layers
-    )
+def shapes_of(cache: Any) -> tuple[Cached, ...]:
+    """What the layers of a filled cache hold."""
+    held = ((window_of(layer), layer.keys, layer.values.shape[3]) for layer in cache.layers)
+    return tuple(Cached(w, k.shape[1], (k.shape[3], size), k.dtype, k.device) for w, k, size in held)
 
 
 def cache_of(outputs: Any) -> Any:
@@ -104,30 +83,17 @@ def cache_of(outputs: Any) -> Any:
     return getattr(outputs, CACHE)
 
 
-class NotCached(Exception):
-    """Why a model cannot use a static cache; the message goes into the report."""
+class NotCaptured(Exception):
+    """Why a model's step cannot be captured, or its cache be static; the message goes into the report."""
 
 
-def learned(model: Any) -> tuple[int, tuple[LayerShape, ...], tuple[Cached, ...]]:
-    """(vocabulary size, LayerShapes, what the layers cache), found by running one token. Raises NotCached."""
+def learned(model: Any) -> tuple[int, tuple[Cached, ...]]:
+    """(vocabulary size, what the layers cache), found by running one token. Raises NotCaptured."""
     cache = DynamicCache(config=model.config)
     one = torch.zeros(1, 1, dtype=torch.int64, device=device_of(model))
     outputs = model(input_ids=one, attention_mask=one + 1, use_cache=True, **{CACHE: cache})
     if reason := why_not(cache):
-        raise NotCached(reason)
+        raise NotCaptured(reason)
     if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
-        raise NotCached("a layer of the model caches nothing")
-    shapes = shapes_of(cache)
-    cached = tuple(
-        Cached(window_of(layer), shape.heads, (shape.key_size, shape.value_size), shape.dtype)
-        for layer, shape in zip(cache.layers, shapes, strict=True)
-    )
-    return int(outputs.logits.shape[-1]), shapes, cached
-
-
-def grow(old: Cache, new: Cache) -> None:
-    """Copy the contents of a static cache into a larger one."""
-    for before, after in zip(old.layers, new.layers, strict=True):
-        room = before.keys.shape[2]
-        after.keys[:, :, :room].copy_(before.keys)
-        after.values[:, :, :room].copy_(before.values)
+        raise NotCaptured("a layer of the model caches nothing")
+    return int(outputs.logits.shape[-1]), shapes_of(cache)

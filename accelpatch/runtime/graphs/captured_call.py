@@ -140,15 +140,12 @@ class CapturedCalls:
             except Exception as error:  # noqa: BLE001  a graph cannot hold it; the modules run the call
                 self._unfit.add(key)
                 return f"{type(error).__name__}: {first_line(error)}"
-            self._hold(key, call)
+            self._held[key] = call
+            if len(self._held) > MAX_CALLS:
+                gone, _ = self._held.popitem(last=False)
+                self._seen[gone] = -AGAIN
         self._held.move_to_end(key)
         return self._held[key]
-
-    def _hold(self, key: Key, call: CapturedCall) -> None:
-        self._held[key] = call
-        if len(self._held) > MAX_CALLS:
-            gone, _ = self._held.popitem(last=False)
-            self._seen[gone] = -AGAIN
 
     def _worth(self, key: Key) -> bool:
         if key in self._unfit:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,18 +18,11 @@ from accelpatch.fusion.layer_facts import other_code
 from accelpatch.fusion.read_layers import fused_model
 from accelpatch.fusion.spread import computes_on, device_of, several_devices
 from accelpatch.runtime.graphs.captured_batch import Batch, Drafts, GraphOf
-from accelpatch.runtime.graphs.captured_cache import LayerShape, NotCached, learned, shapes_of
+from accelpatch.runtime.graphs.captured_cache import NotCaptured, learned, shapes_of
 from accelpatch.runtime.graphs.captured_call import CapturedCalls
 from accelpatch.runtime.graphs.captured_drafts import verifying
-from accelpatch.runtime.graphs.captured_graph import new_pool
-from accelpatch.runtime.graphs.captured_step import (
-    CAPTURE_ERRORS,
-    CapturedStep,
-    NotCaptured,
-    first_line,
-    for_decoding,
-    graph_maker,
-)  # fmt: skip
+from accelpatch.runtime.graphs.captured_graph import GRAPHS, Graph, new_pool
+from accelpatch.runtime.graphs.captured_step import CAPTURE_ERRORS, CapturedStep, first_line
 from accelpatch.runtime.graphs.fused_forward import prompts_of
 from accelpatch.runtime.graphs.short_prompt import Prompts
 
@@ -48,11 +42,17 @@ class GraphMemory:
         self.devices: set[torch.device] = set()
 
     def graph(self, device: torch.device) -> GraphOf:
-        """The function that captures programs on a device."""
+        """The function that captures programs on a device, leaving the state of its random generator as it was."""
         self.devices.add(device)
         if self.pool is None and device.type == "cuda":
             self.pool = new_pool(device)
-        return graph_maker(device, self.pool)
+
+        def capture(program: Callable[[], None]) -> Graph:
+            devices = [] if device.type == "cpu" else [device]
+            with torch.random.fork_rng(devices=devices, device_type="cuda"), torch.no_grad():
+                return GRAPHS[device.type](program, device, self.pool)
+
+        return capture
 
 
 class CapturedModel:
@@ -70,8 +70,7 @@ class CapturedModel:
         self.uncaptured: set[tuple[int, tuple[int, ...]]] = set()  # (rows, watched) of single calls without a step
         self._steps: OrderedDict[Key, CapturedStep] = OrderedDict()
         self._batches: dict[int, Batch] = {}
-        self._shapes: tuple[LayerShape, ...] | None = None
-        self._cached: tuple[Cached, ...] = ()
+        self._shapes: tuple[Cached, ...] | None = None
         self._vocabulary = 0
         self._prompts: Prompts | None = None
         self._calls: CapturedCalls | None = None
@@ -85,10 +84,10 @@ class CapturedModel:
         """Find out what the layers cache, by running one token."""
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self._vocabulary, self._shapes, self._cached = learned(model)
+                self._vocabulary, self._shapes = learned(model)
         except torch.OutOfMemoryError:
             raise
-        except NotCached as error:
+        except NotCaptured as error:
             self.why_not = str(error)
         except CAPTURE_ERRORS as error:
             self.why_not = f"its cache cannot be known ({type(error).__name__}: {first_line(error)})"
@@ -99,12 +98,12 @@ class CapturedModel:
         Only where it is known to be one of the model's: `misfit` has no objection, and has looked at each layer.
         """
         if not self.learned and all(layer.heads for layer in self.cached):
-            self._vocabulary, self._shapes, self._cached = vocabulary, shapes_of(cache), self.cached
+            self._vocabulary, self._shapes = vocabulary, shapes_of(cache)
 
     @property
     def cached(self) -> tuple[Cached, ...]:
         """What each layer caches."""
-        return self._cached if self.fused is None else self.fused.cached
+        return (self._shapes or ()) if self.fused is None else self.fused.cached
 
     @property
     def read(self) -> bool:
@@ -131,11 +130,14 @@ class CapturedModel:
 
         watched: places of layers with hooks.
         """
-        key = next((key for key in self._alike(rows, watched) if self._serves(key, capacity)), None)
+        alike = self._alike(rows, watched)
+        # one with a larger cache serves too where it runs as one of this capacity would
+        fits = (one for one in alike if capacity <= one[1] <= capacity * (ROOMY if self._by_length(one) else 1))
+        key = next(fits, None)
         if key is None:
             key = (rows, capacity, watched)
             self._steps[key] = self._made(model, *key)
-            for other in self._alike(rows, watched):
+            for other in alike:
                 if other[1] < capacity and self._by_length(other):
                     del self._steps[other]  # the new one serves in its place
             while len(self._steps) > STEPS:
@@ -153,10 +155,6 @@ class CapturedModel:
         """Whether the time and result of a step depend on the length alone: modules attend over all of a cache."""
         fused = self.fused if self._steps[key].fused else None
         return fused is not None and not (fused.unfused or fused.whole or key[2])
-
-    def _serves(self, key: Key, capacity: int) -> bool:
-        """Whether a step runs as one of this capacity would."""
-        return capacity <= key[1] <= capacity * (ROOMY if self._by_length(key) else 1)
 
     def free(self, rows: int) -> None:
         """Free the graphs and their caches; the batch of `rows` stays, as a step may be using it."""
@@ -198,7 +196,8 @@ class CapturedModel:
         assert self._shapes is not None
         fused = self.fused
         device = device_of(model) if fused is None or fused.spread is None else fused.spread.last
-        with torch.inference_mode(False), torch.no_grad(), for_decoding(model):
+        switched: Any = getattr(model, "_optimize_model_for_decode", nullcontext)  # experts, as transformers' own loop
+        with torch.inference_mode(False), torch.no_grad(), switched():
             batch = self._batches.setdefault(rows, Batch(rows, self._vocabulary, device))
             if self.fused is not None and rows <= self.fused.most:
                 try:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -15,49 +14,37 @@ from torch import nn
 from accelpatch.errors import PatchError
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.spread import device_of, several_devices
-from accelpatch.runtime.code_watch import CodeWatch
-from accelpatch.runtime.copied import recounted
-from accelpatch.runtime.graphs.captured_batch import GraphOf
 from accelpatch.runtime.graphs.captured_cache import capacity_for, grown
 from accelpatch.runtime.graphs.captured_call import CapturedCalls, captured_outputs, generates
 from accelpatch.runtime.graphs.captured_graph import GRAPHS
 from accelpatch.runtime.graphs.captured_model import CapturedModel, GraphMemory
 from accelpatch.runtime.graphs.captured_step import CapturedStep
 from accelpatch.runtime.graphs.fused_forward import fused_outputs
-from accelpatch.runtime.graphs.short_prompt import Prompts
+from accelpatch.runtime.model_runtime import ModelRuntime
 from accelpatch.runtime.watch import Watch
 
 STATES = 4  # adapter states, besides the present one, whose graphs are kept
 
 
-class CapturedRuntime:
-    """The graphs of one model. A deep copy starts without any and makes its own.
+class CapturedRuntime(ModelRuntime):
+    """The graphs of one model.
 
     graph: "auto" or "off". cache: "auto" or "stock". max_length: the most tokens of a sequence, or None. speculate:
     "off" or "prompt_lookup". captured: what was captured of the model as it is.
     """
 
     captured: CapturedModel
-    unfused: Mapping[int, str]  # place -> why, of layers that were over their bound when the model was patched
     _learning = False  # true while the modules run to find out what they cache
 
     def __init__(self, graph: str = "auto", cache: str = "auto", max_length: int | None = None, speculate: str = "off"):
-        self.paths: Counter[str] = Counter()
+        super().__init__(graph, cache, max_length, speculate)
         self.lock = threading.RLock()
         self.max_length = max_length
-        self._settings = (graph, cache, max_length, speculate)
         self._speculate = speculate != "off"
         self._off = "the recipe says graph: off" if graph == "off" else "the recipe says cache: stock"
         self._off = self._off if graph == "off" or cache == "stock" else ""
         self._busy = False
-        self.unfused = {}
-        self.code = CodeWatch()
         self.close()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedRuntime:
-        made: CapturedRuntime = recounted(CapturedRuntime(*self._settings), self.paths, memo)
-        made.unfused, made.code = self.unfused, copy.deepcopy(self.code, memo)
-        return made
 
     def close(self) -> None:
         """Free every graph and cache."""
@@ -89,14 +76,6 @@ class CapturedRuntime:
         if not self._looked(model) or self.watch.watched() or several_devices(model):
             return None
         return self.captured.calls(model)
-
-    def prompts(self, fused: FusedModel) -> Prompts:
-        """The captured short prompts of the model's fused layers, for single calls."""
-        return self.captured.prompts(fused)
-
-    def graph(self, device: torch.device) -> GraphOf:
-        """The function that captures programs for this model."""
-        return self._memory.graph(device)
 
     def prepare(self, model: nn.Module) -> FusedModel | str:
         """Lay out the weights of the model's fused layers now; returns those, or why there are none."""

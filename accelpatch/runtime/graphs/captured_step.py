@@ -11,23 +11,23 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from accelpatch.errors import KernelError
 from accelpatch.fusion.cache_call import CacheCall
 from accelpatch.fusion.cache_name import CACHE
+from accelpatch.fusion.cached import Cached
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.ops.step.step_end import end_step_
-from accelpatch.runtime.cache_contents import Contents, attach
+from accelpatch.runtime.cache_contents import Contents, attach, copy_slots
 from accelpatch.runtime.graphs.captured_batch import Batch, GraphOf
-from accelpatch.runtime.graphs.captured_cache import LayerShape, grow, new_cache
-from accelpatch.runtime.graphs.captured_graph import GRAPHS, Graph
-from accelpatch.runtime.graphs.short_prompt import captured_tokens
+from accelpatch.runtime.graphs.captured_cache import CapturedLayer
+from accelpatch.runtime.graphs.captured_graph import Graph
 from accelpatch.runtime.graphs.split_step import SplitStep
 
 CAPTURED = "captured step"  # in the report, with their number
@@ -38,25 +38,22 @@ CAPTURE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupErr
 GraphOn = Callable[[torch.device], GraphOf]
 
 
-class NotCaptured(Exception):
-    """Why a model's step could not be captured; the message goes into the report."""
-
-
 class CapturedStep:
     """The model's step for `batch` over a static cache of one capacity. mask[B, capacity] int64: 1 where tokens are.
 
-    watched: places of the fused model's layers that run their modules at every replay, since they have hooks, or their
-    weights are offloaded. graph_on: captures programs on another device than the batch's, for layers on several.
+    fused: its fused layers; None where it runs the model's modules. watched: places of the layers that run their
+    modules at every replay, since they have hooks, or their weights are offloaded. graph_on: captures programs on
+    another device than the batch's, for layers on several.
     """
 
     def __init__(
-        self, model: nn.Module, batch: Batch, shapes: Sequence[LayerShape], capacity: int, graph: GraphOf,
+        self, model: nn.Module, batch: Batch, shapes: Sequence[Cached], capacity: int, graph: GraphOf,
         fused: FusedModel | None = None, watched: Sequence[int] = (), graph_on: GraphOn | None = None,
     ):  # fmt: skip
-        self.batch, self.capacity, self._fused = batch, capacity, fused
+        self.batch, self.capacity, self.fused = batch, capacity, fused
         self.verification: Graph | None = None  # the step of several tokens; see captured_drafts.py
         self.no_drafts = ""  # why there is no `verification`
-        self.cache = new_cache(shapes, batch.rows, capacity, batch.slot)
+        self.cache = Cache(layers=[CapturedLayer(shape, batch.rows, capacity, batch.slot) for shape in shapes])
         self.mask = torch.zeros(batch.rows, capacity, dtype=torch.int64, device=batch.device)
         self.prompts: Any = None  # short_prompt.Prompts, made at the first prompt
         self._contents: weakref.ref[Contents] | None = None  # of another's cache, that lie in this one
@@ -83,8 +80,8 @@ class CapturedStep:
         """The captured program: cache the batch's tokens, compute logits, and advance slot and positions by one."""
         batch = self.batch
         with weight_prefetch():  # nothing writes weights while steps are replayed
-            if self._fused is not None:  # a new token attends to its own slot whatever the mask
-                logits = self._fused(batch.tokens, batch.positions, batch.slot, self.mask, self.cache)
+            if self.fused is not None:  # a new token attends to its own slot whatever the mask
+                logits = self.fused(batch.tokens, batch.positions, batch.slot, self.mask, self.cache)
             else:
                 self.mask.index_fill_(1, batch.slot, 1)
                 logits = self._by_modules()
@@ -106,35 +103,10 @@ class CapturedStep:
         finally:
             for layer in self.cache.layers:
                 layer.ahead = False
-        logits: Tensor = outputs.logits[:, -1]
-        return logits
-
-    def prompt(
-        self, ids: Tensor, positions: Tensor, mask: Tensor | None, last: Tensor | None = None, chunk: int | None = None
-    ) -> Tensor:
-        """Logits [B, V] after a prompt, by fused layers into the empty cache; see FusedModel.prompt."""
-        assert self._fused is not None
-        return self._fused.prompt(ids, positions, mask, self.cache, last, chunk)
-
-    @property
-    def fused(self) -> bool:
-        """Whether the step runs fused layers, not the model's modules."""
-        return self._fused is not None
-
-    @property
-    def captured_tokens(self) -> int:
-        """The most rows x length of a prompt that is captured."""
-        assert self._fused is not None
-        return captured_tokens(self._fused)
-
-    @property
-    def no_prompts(self) -> str | None:
-        """Why `prompt` cannot run; None where it can."""
-        return "no fused layers" if self._fused is None else self._fused.no_prompts
+        return outputs.logits[:, -1]
 
     def replay(self, contents: Contents | None = None, call: CacheCall | None = None) -> None:
-        """Run the captured program once. contents: of the cache of `call`, over which layers that run uncaptured run
-        their modules."""
+        """Run the captured program once. contents: of the cache of `call`, which uncaptured layers' modules use."""
         self.over = contents, call
         try:
             self._graph.replay()
@@ -175,30 +147,13 @@ class CapturedStep:
     def adopt(self, smaller: CapturedStep) -> None:
         """Copy cache and mask from a step of smaller capacity; another's contents that lie there come with them."""
         self.vacate()
-        grow(smaller.cache, self.cache)
+        copy_slots(smaller.cache, self.cache)
         self._contents, smaller._contents = smaller._contents, None
         if (contents := None if self._contents is None else self._contents()) is not None:
             contents.static = self.cache
         self.mask.zero_()
         self.mask[:, : smaller.capacity].copy_(smaller.mask)
         self._copy_mask()
-
-
-def graph_maker(device: torch.device, pool: Any) -> GraphOf:
-    """A function that captures programs for `device`, leaving the caller's random generator state as it was."""
-
-    def make(program: Callable[[], None]) -> Graph:
-        devices = [] if device.type == "cpu" else [device]
-        with torch.random.fork_rng(devices=devices, device_type="cuda"), torch.no_grad():
-            return GRAPHS[device.type](program, device, pool)
-
-    return make
-
-
-def for_decoding(model: nn.Module) -> Any:
-    """transformers' context manager for decoding (it switches experts), which its own loop uses too."""
-    switch: Any = getattr(model, "_optimize_model_for_decode", None)
-    return nullcontext() if switch is None else switch()
 
 
 def first_line(error: BaseException) -> str:

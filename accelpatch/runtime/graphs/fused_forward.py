@@ -43,12 +43,14 @@ def why_not(model: Any, given: Mapping[str, Any]) -> str | None:
     ids, mask, positions, cache = (given.get(name) for name in SUPPORTED[:4])
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.dtype not in INTEGERS:
         return "no ids"
-    if cache is not None and (reason := cache_form.why_not(cache) or _unused(model, given)):
+    if cache is not None and (reason := cache_form.why_not(cache)):
         return reason
+    if cache is not None and not asks(model, given, "use_cache"):  # families differ in whether they return it
+        return "a cache, and use_cache: false"
     past = 0 if cache is None else cache.get_seq_length()
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (ids.shape[0], past + ids.shape[1])):
         return "an attention mask of another shape than the ids"
-    return _of_positions(positions, ids, packed=mask is None and not uses_cache(model, given)) or _of_config(
+    return _of_positions(positions, ids, packed=mask is None and not asks(model, given, "use_cache")) or _of_config(
         model, given
     )
 
@@ -72,21 +74,10 @@ def _of_config(model: Any, given: Mapping[str, Any]) -> str | None:
     return None if getattr(model.config, "is_causal", True) is not False else "the configuration is not causal"
 
 
-def wants_hidden_states(model: Any, given: Mapping[str, Any]) -> bool:
-    """Whether the caller asks for hidden states."""
-    wanted = given.get(HIDDEN_STATES)
-    return bool(getattr(model.config, HIDDEN_STATES, False) if wanted is None else wanted)
-
-
-def _unused(model: Any, given: Mapping[str, Any]) -> str | None:
-    """Why use_cache=False with a cache passed in needs the modules: families differ in whether they return it."""
-    return None if uses_cache(model, given) else "a cache, and use_cache: false"
-
-
-def uses_cache(model: Any, given: Mapping[str, Any]) -> bool:
-    """Whether the call makes a cache, or continues one that was passed in."""
-    use_cache = given.get("use_cache")
-    return bool(getattr(model.config, "use_cache", True) if use_cache is None else use_cache)
+def asks(model: Any, given: Mapping[str, Any], name: str) -> bool:
+    """Whether a call asks for a cache (`use_cache`) or hidden states: by its argument, else by the configuration."""
+    asked = given.get(name)
+    return bool(getattr(model.config, name, name == "use_cache") if asked is None else asked)
 
 
 def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
@@ -102,23 +93,24 @@ def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
         cache = given.get(CACHE)
         if cache is not None and cache_form.misfit(cache, fused.cached) is not None:
             return None
-        hidden = wants_hidden_states(model, given)
+        hidden = asks(model, given, HIDDEN_STATES)
         if torch.is_grad_enabled() and (watched or fused.unfused or hidden or wants_gradient(cache)):
             return None  # the modules refuse the gradient of what comes in from outside, and of what goes out
         call = call_of(model, fused, given)
         call.blind = reads_blind_tokens(fused, given, call, hidden)
-        if (
-            not hidden
-            and (logits := stepped_logits(runtime, model, fused, given["input_ids"], call, watched)) is not None
-        ):
-            return outputs_of(model, given, call, _kept(logits, given))
+        ids = given["input_ids"]
+        if not hidden and single_token.why_not(fused, ids, call) is None:
+            with runtime.alone():
+                logits = single_token.stepped(runtime, model, ids, call, tuple(watched))
+            if logits is not None:
+                return outputs_of(model, given, call, _kept(logits, given))
         if fused.no_prompts is not None:
             return None
         runtime.paths[FORWARD + fused.exceptions_with(watched)] += 1
-        short = None if watched or hidden else short_prompt(runtime, fused, given["input_ids"], call)
+        short = None if watched or hidden else short_prompt(runtime, fused, ids, call)
         if short is not None:
             with runtime.alone():
-                normal = from_short(short, given["input_ids"], call)
+                normal = from_short(short, ids, call)
             return outputs_of(model, given, call, logits_of(fused, given, normal))
     finally:
         runtime.lock.release()
@@ -126,8 +118,7 @@ def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
 
 
 def reads_blind_tokens(fused: FusedModel, given: Mapping[str, Any], call: CacheCall, hidden: bool) -> bool:
-    """Whether the caller gets results of tokens that see no key: padding before a text, or behind one by more than a
-    window."""
+    """Whether the caller gets results of tokens that see no key: padding before a text, or a window behind one."""
     if call.mask is None:
         return False
     real = call.mask.ne(0).cumsum(1)
@@ -149,7 +140,7 @@ def wants_gradient(cache: Any) -> bool:
 def call_of(model: Any, fused: FusedModel, given: Mapping[str, Any]) -> CacheCall:
     """The CacheCall for these arguments, for which `why_not` must have no reason."""
     ids, cache, mask = given["input_ids"], given.get(CACHE), given.get("attention_mask")
-    if cache is None and uses_cache(model, given):
+    if cache is None and asks(model, given, "use_cache"):
         cache = DynamicCache(config=model.config)
     past = 0 if cache is None else cache.get_seq_length()
     positions = given.get("position_ids")
@@ -166,7 +157,7 @@ def fused_forward(
 ) -> CausalLMOutputWithPast:
     """The outputs of a call. watched: indices of the layers that run as modules."""
     ids = given["input_ids"]
-    seen: list[Tensor] | None = [] if wants_hidden_states(model, given) else None
+    seen: list[Tensor] | None = [] if asks(model, given, HIDDEN_STATES) else None
     with torch.no_grad():
         normal = hidden_rows(fused, watched, ids, call, seen).view(*ids.shape, -1)
     hidden = None if seen is None else (*(one.view(normal.shape) for one in seen), normal)
@@ -183,16 +174,6 @@ def logits_of(fused: FusedModel, given: Mapping[str, Any], normal: Tensor) -> Te
 def _kept(rows: Tensor, given: Mapping[str, Any]) -> Tensor:
     kept = given.get("logits_to_keep", 0)
     return rows[:, slice(-kept, None) if isinstance(kept, int) else kept]
-
-
-def stepped_logits(
-    runtime: Any, model: Any, fused: FusedModel, ids: Tensor, call: CacheCall, watched: list[int]
-) -> Tensor | None:
-    """Logits [B, 1, V] by a captured step, where the call is one more token of each row; else None."""
-    if single_token.why_not(fused, ids, call) is not None:
-        return None
-    with runtime.alone():
-        return single_token.stepped(runtime, model, ids, call, tuple(watched))
 
 
 def outputs_of(
@@ -224,8 +205,7 @@ def short_prompt(runtime: Any, fused: FusedModel, ids: Tensor, call: CacheCall) 
     if call.mask is not None or call.past or fused.in_parts or ids.device != computes_on(fused.embedding):
         return None
     windows = [layer.attention.window for layer in fused.fused_layers if layer.attention.window]
-    found: ShortPrompt | None = runtime.prompts(fused).of(ids, min(windows, default=None))
-    return found
+    return runtime.captured.prompts(fused).of(ids, min(windows, default=None))
 
 
 def from_short(short: ShortPrompt, ids: Tensor, call: CacheCall) -> Tensor:

@@ -66,11 +66,6 @@ class ShortPrompt:
                 self._graph.replay()
             return self._made
 
-    @property
-    def captured(self) -> bool:
-        """Whether the graph is captured by now."""
-        return self._graph is not None
-
     def _run(self) -> None:
         with weight_prefetch():
             self._made = self._program(self._ids, self._positions, self._last)

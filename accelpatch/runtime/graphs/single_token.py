@@ -15,9 +15,9 @@ from torch import Tensor
 from accelpatch.fusion.cache_call import CacheCall
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.spread import computes_on
-from accelpatch.runtime.cache_contents import Contents, attached
-from accelpatch.runtime.graphs.captured_cache import capacity_for, grown, shapes_of
-from accelpatch.runtime.graphs.captured_step import CAPTURED, NotCaptured
+from accelpatch.runtime.cache_contents import attached
+from accelpatch.runtime.graphs.captured_cache import NotCaptured, capacity_for, grown, shapes_of
+from accelpatch.runtime.graphs.captured_step import CAPTURED
 
 
 def why_not(fused: FusedModel, ids: Tensor, call: CacheCall) -> str | None:
@@ -36,12 +36,6 @@ def why_not(fused: FusedModel, ids: Tensor, call: CacheCall) -> str | None:
     return None
 
 
-def _capacity(past: int, contents: Contents | None, longest: int | None) -> int:
-    """The capacity for one token more than `past`. contents: of those in a static cache, which may be full."""
-    held = 0 if contents is None else contents.static.layers[0].keys.shape[2]
-    return grown(past, longest) if held == past else capacity_for(past + 1, longest)
-
-
 @torch.no_grad()
 def stepped(runtime: Any, model: Any, ids: Tensor, call: CacheCall, watched: tuple[int, ...]) -> Tensor | None:
     """Logits [B, 1, V] after ids[B, 1], for which `why_not` has no reason; None where there is no step.
@@ -58,7 +52,10 @@ def stepped(runtime: Any, model: Any, ids: Tensor, call: CacheCall, watched: tup
         return None
     try:
         contents = attached(call.cache)
-        step = runtime.step(model, len(ids), _capacity(call.past, contents, runtime.max_length), watched)
+        full = contents is not None and contents.static.layers[0].keys.shape[2] == call.past
+        longest = runtime.max_length
+        capacity = grown(call.past, longest) if full else capacity_for(call.past + 1, longest)
+        step = runtime.step(model, len(ids), capacity, watched)
         if contents is None or not step.holds(contents):
             if shapes_of(call.cache) != shapes_of(step.cache):
                 return None

@@ -52,8 +52,7 @@ class Lane:
 
 
 class SplitStep:
-    """The parts of a CapturedStep. watched: places of the layers that run uncaptured, in order. graph_on: the function
-    that captures programs on a device."""
+    """The parts of a CapturedStep. watched: places of uncaptured layers, in order. graph_on: captures on a device."""
 
     def __init__(
         self, step: Any, fused: FusedModel, watched: Sequence[int], graph_on: Callable[[torch.device], GraphOf]

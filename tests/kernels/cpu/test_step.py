@@ -157,11 +157,11 @@ def test_neighbours_and_padding_change_no_bit(isa: None, format_: str) -> None:
         assert torch.equal(alone[0], whole[b, b:])
 
 
-def test_writing_without_logits() -> None:
+def test_only_the_slots_that_were_asked_for_are_written() -> None:
     ids, one, other = tokens(1), small_step(), small_step()
     due = decode(one, ids, column(0))[:, -1]
     for t in range(8):
-        other.write_only(ids[:, t], column(t), column(0), column(t))
+        other(ids[:, t], column(t), column(0), column(t))
     assert torch.equal(other(ids[:, 8], column(8), column(0), column(8)), due)
     assert torch.equal(one.keys[:, :1, :, :9], other.keys[:, :1, :, :9])
     assert one.keys[:, 1:].isnan().all(), "another sequence's cache was written"

@@ -16,8 +16,9 @@ import accelpatch
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.cache_contents import attached
 from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs.captured_cache import NotCaptured
 from accelpatch.runtime.graphs.captured_model import CapturedModel
-from accelpatch.runtime.graphs.captured_step import CAPTURED, NotCaptured
+from accelpatch.runtime.graphs.captured_step import CAPTURED
 from accelpatch.runtime.graphs.fused_forward import FORWARD
 from tests.fusion.test_fused_layer import _as_on_a_gpu, patched, paths  # noqa: F401
 from tests.runtime.graphs.test_fused_forward import assert_close, more
@@ -281,8 +282,7 @@ def test_no_memory_for_a_step_is_no_error(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_unpatched_model_goes_on_with_the_cache() -> None:
     model = patched()
     cache, batch = begun(model, full_batch())
-    due, _ = begun(stock(model), full_batch())
-    plain = stock(model)
+    due, plain = begun(stock(model), full_batch())[0], stock(model)
     accelpatch.unpatch(model)
     assert_close(goes_on(model, batch, cache), goes_on(plain, batch, due))
 

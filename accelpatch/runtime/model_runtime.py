@@ -1,0 +1,30 @@
+"""What the runtimes of a patched model on a CPU and on a GPU have in common."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Self
+
+from accelpatch.runtime.code_watch import CodeWatch
+
+
+class ModelRuntime:
+    """paths: how calls ran, and how often. unfused: place -> why, of layers that were over their bound at the patch.
+
+    A deep copy is made with the same settings and starts without steps; its `paths`, zeroed, are the copied report's.
+    """
+
+    def __init__(self, *settings: Any) -> None:
+        self.paths: Counter[str] = Counter()
+        self.code = CodeWatch()
+        self.unfused: Mapping[int, str] = {}
+        self._settings = settings
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = type(self)(*self._settings)
+        made.paths = copy.deepcopy(self.paths, memo)
+        made.paths.clear()
+        made.unfused, made.code = self.unfused, copy.deepcopy(self.code, memo)
+        return made
