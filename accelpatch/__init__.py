@@ -31,34 +31,18 @@ if TYPE_CHECKING:
     from accelpatch.hf import AccelpatchConfig
     from accelpatch.patching.replacer import Choice, Reason, Replacer
 
+__all__ = [
+    "AccelpatchConfig", "AccelpatchError", "Choice", "Reason", "Replacer", "calibrate", "evaluate", "export", "load",
+    "load_plugin", "patch", "patch_on_first_use", "patched", "plan", "plan_from_config", "replacer", "save_statistics",
+    "selftest", "unpatch",
+]  # fmt: skip
 # public name -> module; resolved at first use, so that `import accelpatch` needs no torch
 _HOMES = {
-    **dict.fromkeys(
-        (
-            "calibrate",
-            "evaluate",
-            "export",
-            "load",
-            "load_plugin",
-            "patch",
-            "patch_on_first_use",
-            "patched",
-            "plan",
-            "plan_from_config",
-        ),
-        "accelpatch.api",
-    ),
-    **dict.fromkeys(("replacer", "save_statistics", "selftest", "unpatch"), "accelpatch.api"),
+    **dict.fromkeys(__all__, "accelpatch.api"),
     **dict.fromkeys(("Choice", "Reason", "Replacer"), "accelpatch.patching.replacer"),
     "AccelpatchError": "accelpatch.errors",
     "AccelpatchConfig": "accelpatch.hf",
 }
-__all__ = [
-    "AccelpatchConfig", "AccelpatchError", "Choice", "Reason", "Replacer", "calibrate", "evaluate", "export", "load",
-    "load_plugin",
-    "patch", "patch_on_first_use", "patched", "plan", "plan_from_config", "replacer", "save_statistics", "selftest",
-    "unpatch",
-]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

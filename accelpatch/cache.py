@@ -104,15 +104,8 @@ def listing() -> list[CacheEntry]:
 
 def clear(kind: str | None = None) -> int:
     """Remove all entries, or those of one kind, and the partial folders of dead processes; returns the bytes freed."""
-    freed = 0
-    for folder in _folders(root()):
-        if kind is not None and folder.name != kind:
-            continue
-        freed += _sweep(folder)
-        for path in _folders(folder):
-            if not path.name.startswith("."):
-                freed += _remove_entry(path)
-    return freed
+    swept = sum(_sweep(folder) for folder in _folders(root()) if kind in (None, folder.name))
+    return swept + sum(_remove_entry(one.path) for one in listing() if kind in (None, one.kind))
 
 
 def _checked(name: str) -> str:
@@ -220,10 +213,8 @@ def _abandoned(path: Path) -> bool:
 def _alive(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)  # another user's is alive too
     return True
 
 

@@ -152,6 +152,11 @@ KNOWN: Mapping[str, Device] = MappingProxyType(
 )  # fmt: skip
 
 
+def unknown(arch: str) -> str:
+    """What to say of an arch that is not in KNOWN."""
+    return f"no facts are known of the arch {arch}; known are: {', '.join(KNOWN)}"
+
+
 def probe(torch_device: torch.device | str) -> Device:
     """The description of a torch device, read once per process.
 

@@ -22,6 +22,7 @@ from accelpatch.patching import apply
 from accelpatch.patching.extent import AUTO, QUICK, Extent, level_of
 from accelpatch.patching.match import unwrapped
 from accelpatch.patching.plan import Plan
+from accelpatch.patching.request import Request
 from accelpatch.pipeline import carry_out, compiled, computed_by, plan_of
 from accelpatch.progress import Progress, Stopwatch
 from accelpatch.quant.calibration import Statistics
@@ -46,36 +47,30 @@ def load(
     caller's to remove, from which an interrupted call goes on. Raises LoadError, and what `patch` raises.
     """
     level = level_of(verify)
-    with bars.shown(progress) as shown:
-        return _load(name, recipe, {"dtype": dtype, "device": device, "progress": shown}, statistics, level, resume)
-
-
-def _load(
-    name: str, recipe: AnyRecipe | None, options: dict[str, Any], statistics: Any, level: str, resume: Path | None
-) -> Loaded:
     register_checkpoints()
-    if str(options["device"]).startswith("cpu"):
+    if str(device).startswith("cpu"):
         native_library.say_where_missing(devices.probe("cpu"))
     layout = foreign.layout_of(name)
-    if recipe is None:
-        described = None if layout is None else foreign.described(layout)
-        with quantization_config.asking(verify=level, progress=options["progress"]):
-            return loading.load(name, **options, quantization=described)
-    wanted = recipes.load(recipe)
-    if layout is not None or loading.is_patched(name):
-        raise LoadError(f"{name} is a saved patched model, which has its recipe: load it without another")
-    if as_stored.wants(wanted):
-        return as_stored.load(name, wanted, level, options)
-    if resolve(name).kind == "gguf" or _calibrates(wanted):  # transformers unpacks the first kind whole
+    with bars.shown(progress) as shown:
+        options = {"dtype": dtype, "device": device, "progress": shown}
+        if recipe is None:
+            described = None if layout is None else foreign.described(layout)
+            with quantization_config.asking(verify=level, progress=shown):
+                return loading.load(name, **options, quantization=described)
+        wanted = recipes.load(recipe)
+        if layout is not None or loading.is_patched(name):
+            raise LoadError(f"{name} is a saved patched model, which has its recipe: load it without another")
+        if as_stored.wants(wanted):
+            return as_stored.load(name, wanted, level, options)
+        static = any(rule.options.get("activations", "dynamic") != "dynamic" for rule in wanted.rules)
+        # what calibrates needs a whole model, and transformers unpacks a GGUF file whole
+        if resolve(name).kind != "gguf" and not static and wanted.calibrate is None:
+            config = quantization_config.AccelpatchConfig(wanted, progress=shown, resume=resume, verify=level)
+            return loading.load(name, **options, quantization=config)
         loaded = loading.load(name, **options)
-        patch(
-            loaded.model, wanted, keep_original="none", statistics=statistics, verify=level,
-            progress=options["progress"],
-        )  # fmt: skip
+        patch(loaded.model, wanted, keep_original="none", statistics=statistics, verify=level, progress=shown)
         handle_of(loaded.model).keep_original = apply.LOADED
         return loaded
-    config = quantization_config.AccelpatchConfig(wanted, progress=options["progress"], resume=resume, verify=level)
-    return loading.load(name, **options, quantization=config)
 
 
 def is_patched(name: str) -> bool:
@@ -105,12 +100,6 @@ def quantize(
     return handle_of(loaded.model).report()
 
 
-def _calibrates(recipe: Recipe) -> bool:
-    """Whether a patch by this recipe may need statistics, and so a whole model."""
-    static = any(rule.options.get("activations", "dynamic") != "dynamic" for rule in recipe.rules)
-    return static or recipe.calibrate is not None
-
-
 def _finish_loading(
     model: nn.Module, planned: Plan, built: list[apply.Built], config: quantization_config.AccelpatchConfig
 ) -> None:
@@ -120,7 +109,7 @@ def _finish_loading(
     extent = Extent(QUICK if before else config.level, loaded=bool(built))
     at_hand = {item.entry.site.path: item for item in built}
     with bars.shown(config.progress) as shown:
-        carry_out(model, planned, None, "none", extent, Stopwatch(shown), at_hand, save)
+        carry_out(model, Request(planned, Stopwatch(shown), extent=extent, at_hand=at_hand, save=save))
     handle_of(model).keep_original, report = apply.LOADED, handle_of(model).record
     if report.verification is not None:
         report.verification.before = before
@@ -132,8 +121,8 @@ def _finish_loading(
 
 def register_checkpoints() -> None:
     """Make transformers' from_pretrained load saved patched models, and quantise by a recipe while it loads."""
-    quantizer.register(quantizer.Hooks(_plan_for, _finish_loading))
 
+    def planned(model: nn.Module, recipe: Recipe, device: Any, stored: bool) -> Plan:
+        return compiled(plan_of(unwrapped(model), recipe, devices.probe(str(device)), slower=stored), Stopwatch(None))
 
-def _plan_for(model: nn.Module, recipe: Recipe, device: Any, stored: bool) -> Plan:
-    return compiled(plan_of(unwrapped(model), recipe, devices.probe(str(device)), slower=stored), Stopwatch(None))
+    quantizer.register(quantizer.Hooks(planned, _finish_loading))

@@ -25,6 +25,7 @@ from accelpatch.patching.extent import QUICK, Extent, level_of
 from accelpatch.patching.match import unwrapped
 from accelpatch.patching.patchable import check_module, check_patchable
 from accelpatch.patching.plan import Plan
+from accelpatch.patching.request import Request
 from accelpatch.pipeline import calibrated, carry_out, compiled, computed_by, plan_of
 from accelpatch.progress import Progress, Stopwatch
 from accelpatch.quant.calibration import Statistics
@@ -54,7 +55,7 @@ def plan_from_config(
     in tokens, in place of the recipe's. Raises LoadError, RecipeError and PlanError.
     """
     if arch is not None and arch not in devices.KNOWN:
-        raise PlanError(f"no facts are known of the arch {arch}; known are: {', '.join(devices.KNOWN)}")
+        raise PlanError(devices.unknown(arch))
     loaded = recipes.load(recipe)
     if as_stored.wants(loaded) and (path := loading.gguf_file(name)) is not None:
         loaded = as_stored.recipe_of(loaded, gguf_tensors.open_gguf(path))
@@ -117,7 +118,10 @@ def patch(
     with bars.shown(progress) as shown:
         watch = Stopwatch(shown)
         planned = compiled(plan(model, recipe, device=device), watch)
-        carry_out(model, planned, inputs, keep_original, extent, watch, {}, save, statistics, placement)
+        request = Request(
+            planned, watch, inputs, keep_original, extent, save=save, statistics=statistics, placement=placement
+        )
+        carry_out(model, request)
     return given
 
 

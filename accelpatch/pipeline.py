@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,7 @@ from accelpatch.fusion.verified import check_layers
 from accelpatch.kernels.check.while_running import checked
 from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
+from accelpatch.models.checkpoint import sha256
 from accelpatch.models.family import roles_of
 from accelpatch.models.fingerprint import fingerprint
 from accelpatch.models.inputs import sample_inputs
@@ -32,12 +34,12 @@ from accelpatch.modules.attention_settings import configurations, unnamed
 from accelpatch.parallel.device_map import placement_of
 from accelpatch.patching import apply, formula
 from accelpatch.patching.capture import observing, run
-from accelpatch.patching.extent import OFF, Extent
 from accelpatch.patching.host_copies import HostCopies, rounded_weights
-from accelpatch.patching.layers import layer_calls, layer_records, record_layers
+from accelpatch.patching.layers import layer_records, record_layers
 from accelpatch.patching.match import sites
-from accelpatch.patching.placement import WHOLE, Placement, device_of, is_offloaded
+from accelpatch.patching.placement import device_of, is_offloaded
 from accelpatch.patching.plan import Plan, make_plan
+from accelpatch.patching.request import Request
 from accelpatch.patching.site import LINEAR_ROLES
 from accelpatch.patching.stages import NOT_VERIFIED, Captured, capture, stage_report, verified_build, whole_model
 from accelpatch.patching.threads import for_idle_cores
@@ -78,24 +80,12 @@ def compiled(planned: Plan, watch: Stopwatch) -> Plan:
     return planned
 
 
-def code_of(file: Path) -> str:
-    """SHA-256 of a source file."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
 @cache
 def code_digest() -> str:
     """SHA-256 over accelpatch's own sources, once a process."""
     home = Path(__file__).parent
     files = sorted(file for file in home.rglob("*") if file.suffix in SOURCES and file.is_file())
-    return hashlib.sha256("".join(f"{file.relative_to(home)} {code_of(file)}\n" for file in files).encode()).hexdigest()
-
-
-def plugin_files(planned: Plan) -> set[Path]:
-    """The source files of the plan's replacers that are not accelpatch's."""
-    replacers = {type(entry.replacer) for entry in planned.replaced}
-    modules = {sys.modules.get(one.__module__) for one in replacers if not one.__module__.startswith("accelpatch.")}
-    return {Path(file) for module in modules if (file := getattr(module, "__file__", None))}
+    return hashlib.sha256("".join(f"{file.relative_to(home)} {sha256(file)}\n" for file in files).encode()).hexdigest()
 
 
 def computed_by(model: Any, planned: Plan, recipe: Recipe) -> str:
@@ -103,12 +93,15 @@ def computed_by(model: Any, planned: Plan, recipe: Recipe) -> str:
     torch, transformers, the recipe, the dtype and the attention. Two runs of one digest differ in nothing that
     verification looks at, if the weights are the same."""
     device = planned.device
+    homes = {type(entry.replacer).__module__ for entry in planned.replaced}
+    files = {getattr(sys.modules.get(home), "__file__", None) for home in homes if not home.startswith("accelpatch.")}
+    plugins = {Path(file) for file in files if file}
     names = planned.libraries or (("cpu",) if device.kind == "cpu" else ())
     facts = {
         "libraries": {name: libraries.fingerprint(name, device) for name in names},
         "device": [device.arch, device.name],
         "packages": {name: version(name) for name in ("torch", "transformers")},
-        "code": [code_digest(), *(code_of(file) for file in sorted(plugin_files(planned)))],
+        "code": [code_digest(), *(sha256(file) for file in sorted(plugins))],
         "recipe": recipes.dump(recipe),
         "dtype": str(getattr(model, "dtype", "")),
         "attention": unnamed(copy.deepcopy(model.config))._attn_implementation,
@@ -116,22 +109,21 @@ def computed_by(model: Any, planned: Plan, recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def fuse(
-    model: nn.Module, planned: Plan, runtime: Any, captured: Captured, report: Report, watch: Stopwatch, extent: Extent
-) -> None:
+def fuse(model: nn.Module, request: Request, runtime: Any, captured: Captured, report: Report) -> None:
     """Lay the fused layers out and verify them; those over their bound run their modules."""
     errors: dict[int, SiteErrors] = {}
     failed: dict[int, str] = {}
+    every = layer_records(report)
+    calls = {place: captured.calls.get(record.path, []) for place, record in every.items()}
     with apply.naming("the fused layers", "their weights were laid out and verified"):
         fused = runtime.prepare(model)
         if not isinstance(fused, str) and captured.missing is None:
             errors, failed = check_layers(
-                model, fused, layer_calls(report, captured), captured, planned.recipe.verify.metric,
-                lambda done, total: watch("verify fused", done, total), extent,
+                model, fused, calls, captured, request.planned.recipe.verify.metric,
+                lambda done, total: request.watch("verify fused", done, total), request.extent,
             )  # fmt: skip
-    every = layer_records(report)
     unfused = dict.fromkeys(every, fused.removeprefix("layer 0: ")) if isinstance(fused, str) else fused.unfused
-    record_layers(report, planned.recipe, errors, failed, unfused)
+    record_layers(every, request.planned.recipe, errors, failed, unfused)
     runtime.unfuse(failed)
     captured.calls.clear()
 
@@ -142,10 +134,7 @@ def writing(model: nn.Module) -> Iterator[None]:
     if device_of(model).type != "cpu" or any(is_offloaded(module) for module in model.modules()):
         yield
         return
-    facts, registered = devices.probe("cpu"), registry()
-    roles = roles_of(getattr(model, "config", None))
-    planned = make_plan(model, recipes.load("int8"), facts, roles, registered, known=known)
-    carry_out(model, planned, None, "cpu", Extent(OFF), Stopwatch(None), {}, None)
+    carry_out(model, Request(plan_of(model, recipes.load("int8"), devices.probe("cpu")), keep_original="cpu"))
     try:
         yield
     finally:
@@ -164,21 +153,21 @@ def calibrated(
     outputs = {path for path, role in paths.items() if role in OUTPUTS}
     collector = Collector()
     watched = observing(model, list(paths), collector.see, outputs, collector.see_output)
-    stored = [site for site in found if site.stored is not None]
-    own = formula.by_formula(model, stored, formula.reasons(stored))
-    with apply.naming("calibration", "texts ran through the model"), watched, own:
+    own = formula.by_formula(model, [site for site in found if site.stored is not None])
+    with apply.naming("calibration", "texts ran through the model"), own, watched:
         run(model, batches, lambda done, total: watch("calibrate", done, total), keep=False)
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         return Statistics(collector.finish(), fingerprint(model), tokens)
 
 
-def statistics_of(
-    model: nn.Module, planned: Plan, given: Statistics | str | Path | None, watch: Stopwatch, notes: list[str]
-) -> Mapping[str, SiteStatistics]:
-    """What the sites of a plan are built with. given: statistics or their file; None: the model's own text is used.
+def statistics_of(model: nn.Module, request: Request, notes: list[str]) -> Mapping[str, SiteStatistics]:
+    """What the sites of a plan are built with. notes: receives what the report should say.
 
-    notes: receives what the report should say. Raises PatchError for those of another model.
+    Raises PatchError for statistics of another model.
     """
+    planned, given, watch = request.planned, request.statistics, request.watch
+    if request.at_hand:
+        return {}
     if not planned.calibrates:
         if given is not None:
             notes.append("statistics were given, and no replacement of this recipe needs any")
@@ -195,51 +184,38 @@ def statistics_of(
         return site_statistics(planned, given, lambda done, total: watch("smooth", done, total))
 
 
-@contextmanager
-def runnable(model: nn.Module, planned: Plan, verify: bool, notes: list[str]) -> Iterator[None]:
-    """Context manager in which originals whose own forward must not or cannot run compute by the formula of their
-    format. notes: receives what the report should say."""
-    stored = formula.taken_over(planned) if verify else []
-    found = formula.reasons(stored)
-    notes += formula.notes(stored, found)
-    with formula.by_formula(model, stored, found):
-        yield
-
-
-def carry_out(
-    model: Any, planned: Plan, inputs: Any, keep_original: str, extent: Extent, watch: Stopwatch,
-    at_hand: Mapping[str, apply.Built], save: Any, statistics: Statistics | str | Path | None = None,
-    placement: Placement = WHOLE,
-) -> None:  # fmt: skip
-    """Patch `model` as planned. at_hand: path -> replacements that a checkpoint's loading has put there already, with
-    all smoothing in them. extent: what is verified. save: the model's `save_pretrained`. statistics: see
-    `statistics_of`. placement: where the model's parts lie."""
+def carry_out(model: Any, request: Request) -> None:
+    """Patch `model` as planned."""
     notes: list[str] = []
-    placement.check_room(planned)
+    planned, extent = request.planned, request.extent
+    request.placement.check_room(planned)
     formula.check_unpacking(planned.entries)
-    stats = {} if at_hand else statistics_of(model, planned, statistics, watch, notes)
-    copying = HostCopies(rounded_weights(planned) if keep_original == "cpu" else [])
+    stats = statistics_of(model, request, notes)
+    copying = HostCopies(rounded_weights(planned) if request.keep_original == "cpu" else [])
     with for_idle_cores(planned.device.kind), copying as copies:
-        with runnable(model, planned, extent.any, notes):
-            captured = capture(model, planned, inputs, sample_inputs, watch, extent) if extent.any else NOT_VERIFIED
-            built, planned = verified_build(planned, captured, checked, watch, at_hand, stats, placement, extent)
+        with formula.by_formula(model, formula.taken_over(planned) if extent.any else []) as said:
+            notes += said
+            captured = capture(model, request, sample_inputs) if extent.any else NOT_VERIFIED
+            built, planned = verified_build(request, captured, checked, stats)
+        request = replace(request, planned=planned)
         formula.check_unpacking(planned.entries)
         runtime = new_runtime(planned.device.kind, planned.recipe.runtime)
         report = stage_report(planned, built, runtime.paths)
         report.notes += notes
-        attributes = [*patched_classes(model, runtime), (model, SAVE, save)]
-        handle = apply.commit(model, planned, [item.built for item in built], keep_original, attributes, report)
+        attributes = [*patched_classes(model, runtime), (model, SAVE, request.save)]
+        made = [item.built for item in built]
+        handle = apply.commit(model, planned, made, request.keep_original, attributes, report)
         try:
             for owner, settings in configurations(model):
                 handle.configure(owner, settings)
             runtime.code.look()
-            fuse(model, planned, runtime, captured, report, watch, extent)
-            report.verification = whole_model(model, captured, report, watch, extent)
-            report.quality = quality.of_loaded(planned.recipe, planned.device.kind) if at_hand else None
-            apply.settle(handle, [item.built for item in built], copies, watch, placement)
+            fuse(model, request, runtime, captured, report)
+            report.verification = whole_model(model, captured, report, request)
+            report.quality = quality.of_loaded(planned.recipe, planned.device.kind) if request.at_hand else None
+            apply.settle(handle, made, copies, request.watch, request.placement)
         except BaseException:
             handle.revert()
             raise
-    report.seconds.update(watch.seconds)
+    report.seconds.update(request.watch.seconds)
     if nothing := report.why_nothing():
         warnings.warn(f"{nothing}. The model is as fast as it was", stacklevel=3)

@@ -45,22 +45,17 @@ def bars() -> Iterator[Progress]:
 def shown(progress: Progress | bool | None) -> Iterator[Progress]:
     """Context manager: yields what a public function reports to. progress: the user's own function; False: nothing is
     shown; None or True: `bars`, unless transformers shows none either. Raises ArgumentError for anything else."""
+    from transformers.utils import logging
+
     if callable(progress):
         yield progress
     elif progress is not None and not isinstance(progress, bool):
         raise ArgumentError(f"progress is {progress!r}; it is a function of (stage, done, total), True or False")
-    elif progress is False or not wanted():
+    elif progress is False or not logging.is_progress_bar_enabled():  # as `disable_progress_bar` there says
         yield quiet
     else:
         with bars() as advance:
             yield advance
-
-
-def wanted() -> bool:
-    """Whether transformers' own progress bars are on (`transformers.utils.logging.disable_progress_bar`)."""
-    from transformers.utils import logging
-
-    return bool(logging.is_progress_bar_enabled())
 
 
 class Stopwatch:

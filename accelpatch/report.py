@@ -136,10 +136,17 @@ class Report:
             "paths": dict(self.paths),
         }
 
+    def lines(self, arch: str = "") -> list[str]:
+        """What is replaced by what, and the bytes. arch: behind the device's name."""
+        title = f"{self.model} with recipe {self.recipe} on {self.device}{arch}"
+        table = ["", site_table(self.sites), ""]
+        token, held = self.token_bytes, self.resident_bytes
+        read = f"bytes a token: {human(token[0])} -> {human(token[1])} ({ratio(token)})"
+        weights = f"weights held: {human(held[0])} -> {human(held[1])} ({ratio(held)})"
+        return [title, *fused_lines(self.sites), *table, f"{read}; {weights}"]
+
     def __str__(self) -> str:
-        lines = [f"{self.model} with recipe {self.recipe} on {self.device}", *fused_lines(self.sites)]
-        lines += ["", site_table(self.sites), ""]
-        lines += [bytes_line(self.token_bytes, self.resident_bytes)]
+        lines = self.lines()
         if self.verification:
             lines.append(verification_line(self.verification))
         if self.quality:
@@ -151,14 +158,6 @@ class Report:
 def _total(pairs: Iterable[tuple[int, int]]) -> tuple[int, int]:
     listed = list(pairs)
     return sum(before for before, _ in listed), sum(after for _, after in listed)
-
-
-def bytes_line(token: tuple[int, int], resident: tuple[int, int]) -> str:
-    """One line from (before, after) pairs: weight bytes read per token, and held in memory."""
-    return (
-        f"bytes a token: {human(token[0])} -> {human(token[1])} ({ratio(token)}); "
-        f"weights held: {human(resident[0])} -> {human(resident[1])} ({ratio(resident)})"
-    )
 
 
 def fused_lines(sites: Sequence[SiteRecord]) -> list[str]:
@@ -206,7 +205,7 @@ def site_table(sites: Sequence[SiteRecord]) -> str:
     groups: dict[tuple[object, ...], list[SiteRecord]] = {}
     for site in sites:
         shape = re.sub(r"\d+", "*", site.path)
-        why = _numberless(site.reason or site.by_modules)
+        why = re.sub(r"\d+", "*", site.reason or site.by_modules or "")
         key = (shape, site.role, site.shape, site.replacer, site.kernel, why, site.stored)
         groups.setdefault(key, []).append(site)
     rows: list[Sequence[str]] = [
@@ -224,10 +223,6 @@ def site_table(sites: Sequence[SiteRecord]) -> str:
         row = (name, str(len(members)), size, made, first.kernel or "", *cells, why)
         rows.append(row)
     return table(rows)
-
-
-def _numberless(text: str | None) -> str | None:
-    return None if text is None else re.sub(r"\d+", "*", text)
 
 
 def span(paths: list[str]) -> str:

@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +287,7 @@ def main() -> None:
           f"({limit.method})", flush=True)  # fmt: skip
     found = measured(asked, base, device, limit.bytes_per_second)
     if asked.json:
-        facts = {k: str(v) for k, v in vars(asked).items()} | {"device_name": name, "read_limit": limit.to_dict()}
+        facts = {k: str(v) for k, v in vars(asked).items()} | {"device_name": name, "read_limit": asdict(limit)}
         asked.json.write_text(json.dumps({"run": facts, **found}, indent=1))
 
 

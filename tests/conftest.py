@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from accelpatch.models import load
+from accelpatch.models import catalog, load
+from accelpatch.progress import quiet
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of the embedded default model; downloaded and converted once per machine, in the user's cache."""
-    return load.fetch("smollm2-135m")
+    return load.folder_of(catalog.resolve("smollm2-135m"), quiet)
 
 
 @pytest.fixture

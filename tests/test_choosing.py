@@ -16,7 +16,6 @@ import pytest
 import torch
 import transformers
 import typer
-from accelpatch.kernels.compiling import libraries
 from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
@@ -25,6 +24,7 @@ import accelpatch
 from accelpatch.cli import app
 from accelpatch.cli.checks import STATISTICS
 from accelpatch.device import KNOWN, Device, probe
+from accelpatch.kernels.compiling import libraries
 from accelpatch.models import load as loading
 from accelpatch.models.catalog import Source
 from accelpatch.models.families import FAMILIES

@@ -70,7 +70,7 @@ def measure_generate(
     generate() with the number of those that are done, of all that there will be, and the estimate of the seconds that
     are left (None before anything is known).
     """
-    report, start = progress or _silent, time.monotonic()
+    report, start = progress or (lambda *_: None), time.monotonic()
     device = next(model.parameters()).device
     ids = prompt_ids(model.config.get_text_config(decoder=True).vocab_size, shape).to(device)  # type: ignore[operator, union-attr]
     report(0, 2 * repeats + 2, None)
@@ -110,10 +110,6 @@ def _warm_up(model: nn.Module, ids: Tensor, shape: Shape, seconds: float) -> flo
         return each
     generate(model, ids, shape.new)
     return min(prompt, few) + time.monotonic() - times[-1]
-
-
-def _silent(done: int, total: int, left: float | None) -> None:
-    """A progress function that does nothing."""
 
 
 def cached_bytes(model: nn.Module) -> int:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import datetime
 import platform
 import shlex
-from collections.abc import Sequence
+import sys
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
+from torch import nn
+
 from accelpatch.bench.generate import Figures, Shape
 from accelpatch.bench.read_limit import ReadLimit
-from accelpatch.device import Device
+from accelpatch.device import Device, probe
 from accelpatch.report import Report, human, table
 
 
@@ -30,10 +33,12 @@ class Setting:
     seconds: float  # the bound on the time of each model
     command: str
 
-
-def command_line(arguments: Sequence[str]) -> str:
-    """The command as the user typed it."""
-    return shlex.join(["accelpatch", *arguments])
+    @classmethod
+    def of(cls, network: nn.Module, model: str, weights: str, shape: Shape, repeats: int, seconds: float) -> Setting:
+        """That of this process. network: the model named `model`."""
+        one, command = next(network.parameters()), shlex.join(["accelpatch", *sys.argv[1:]])
+        dtype, threads = str(one.dtype).removeprefix("torch."), torch.get_num_threads()
+        return cls(model, weights, dtype, probe(one.device), threads, shape, repeats, seconds, command)
 
 
 def document(
@@ -62,7 +67,7 @@ def document(
         "repeats": setting.repeats,
         "seconds": setting.seconds,
         "verification": asdict(report.verification) if report.verification else None,
-        "read_limit": limit.to_dict(),
+        "read_limit": asdict(limit),
         "cache_bytes": cache,
         "original": _side(original, before, cache, limit),
         "patched": _side(patched, after, cache, limit),

@@ -29,11 +29,11 @@ from accelpatch.checkpoints.writing import INDEX, Shards
 from accelpatch.errors import KernelError, LoadError, SaveError
 from accelpatch.models import checkpoint
 from accelpatch.models.catalog import resolve
-from accelpatch.models.load import from_config
+from accelpatch.models.load import from_config, silent
 from accelpatch.quant import packing
 from accelpatch.quant.formats import dequantize, weight_of
+from accelpatch.quant.weight import PARTS
 
-PARTS = ("q", "scale", "offset", "order", "input_scale")
 #: of a layer in any of the formats; headers reserve room for these names
 NAMES = (
     "qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_scale", "weight_shape",
@@ -87,7 +87,10 @@ def export(
     """
     if to not in FORMATS:
         raise SaveError(f"--to is {to!r}: it is one of {', '.join(FORMATS)}")
-    folder = _folder(source)
+    place = resolve(str(source))
+    if place.kind != "folder":
+        raise LoadError(f"{source} is no folder of a saved patched model: `accelpatch quantize` writes one")
+    folder = Path(place.location)
     target = folder.with_name(f"{folder.name}-{to}") if out is None else Path(out)
     shard_size(max_shard_size)
     check_folder(target)
@@ -106,26 +109,15 @@ def export(
             with Shards(made, names, shard_size(max_shard_size), facts=False) as shards:
                 for done, tensors in enumerate(_tensors(found, form, groups, tensor)):
                     shards.add(tensors)
-                    (progress or _silent)("exporting", done + 1, len(found.saved.tensors))
+                    (progress or silent)("exporting", done + 1, len(found.saved.tensors))
                 shards.finish()
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     return Exported(target, str(form.config(groups, (), ()).get("format", to)), len(found.layers), size, tuple(notes))
 
 
-def _silent(stage: str, done: int, total: int) -> None:
-    """A progress function that does nothing."""
-
-
-def _folder(source: str | Path) -> Path:
-    place = resolve(str(source))
-    if place.kind != "folder":
-        raise LoadError(f"{source} is no folder of a saved patched model: `accelpatch quantize` writes one")
-    return Path(place.location)
-
-
 def _opened(folder: Path) -> _Source:
     config = own_config(folder)
-    checkpoint.check_weights(folder, _silent)
+    checkpoint.check_weights(folder, silent)
     return _Source(folder, config, read(folder / name for name in checkpoint.shard_names(folder)))
 
 

@@ -64,15 +64,14 @@ def groups_of(layers: Sequence[Layer]) -> list[Group]:
     found: dict[tuple[str, bool], list[Layer]] = {}
     for layer in layers:
         found.setdefault((layer.kind, layer.static), []).append(layer)
-    return [_group(*key, members) for key, members in found.items()]
-
-
-def _group(kind: str, static: bool, layers: Sequence[Layer]) -> Group:
-    by_row = all(one.group_size == one.k for one in layers)
-    return Group(
-        kind, tuple(one.path for one in layers), ROWS if by_row else math.gcd(*(one.group_size for one in layers)),
-        not any(one.zeros for one in layers), static, any(one.ordered for one in layers),
-    )  # fmt: skip
+    return [
+        Group(
+            kind, tuple(one.path for one in members),
+            ROWS if all(one.group_size == one.k for one in members) else math.gcd(*(one.group_size for one in members)),
+            not any(one.zeros for one in members), static, any(one.ordered for one in members),
+        )
+        for (kind, static), members in found.items()
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,9 @@ class Format:
 
     def _unfit(self, layer: Layer) -> str | None:
         if layer.kind not in self.kinds:
-            return f"is {layer.kind}, and {self.name} holds {', '.join(self.kinds)}: {_holder(layer.kind)}"
+            others = [one.name for one in FORMATS.values() if layer.kind in one.kinds]
+            said = f"{' and '.join(others)} {'do' if len(others) > 1 else 'does'}"
+            return f"is {layer.kind}, and {self.name} holds {', '.join(self.kinds)}: {said}"
         if layer.form not in ("I8", "F8_E4M3"):
             return f"has codes in {layer.form}, and {self.name} has e4m3 in OCP's form: quantise for another arch"
         if layer.ordered and not self.ordered:
@@ -120,11 +121,6 @@ class Format:
         if layer.n % due or (self.inputs_too and layer.k % due):
             return f"is {[layer.n, layer.k]}, and {self.name} packs {due} at a time: compressed-tensors takes any"
         return None
-
-
-def _holder(kind: str) -> str:
-    names = [one.name for one in FORMATS.values() if kind in one.kinds]
-    return f"{' and '.join(names)} do" if len(names) > 1 else f"{names[0]} does"
 
 
 def _coded(parts: Parts, group: Group) -> packing.Coded:
@@ -142,19 +138,11 @@ def _gptq_config(groups: Sequence[Group], kept: Sequence[str], heads: Sequence[s
     return facts | ({"dynamic": {f"-:^{re.escape(name)}$": {} for name in kept}} if kept else {})
 
 
-def _gptq(parts: Parts, group: Group, dtype: torch.dtype) -> dict[str, Tensor]:
-    return packing.gptq(_coded(parts, group), group.symmetric)
-
-
 def _awq_config(groups: Sequence[Group], kept: Sequence[str], heads: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": "awq", "bits": 4, "group_size": groups[0].group_size, "zero_point": True, "version": "gemm",
         "modules_to_not_convert": [*kept, *heads] or None,
     }  # fmt: skip
-
-
-def _awq(parts: Parts, group: Group, dtype: torch.dtype) -> dict[str, Tensor]:
-    return packing.awq(_coded(parts, group))
 
 
 def _tensors_of_compressed(parts: Parts, group: Group, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -210,10 +198,11 @@ FORMATS: Mapping[str, Format] = {
     ),
     "gptq": Format(
         "gptq", ("int4", "int8"), (ROWS, 16, 32, 64, 128, 256, 512, 1024), {4: 8, 8: 4}, inputs_too=True, single=True,
-        ordered=True, half=True, config=_gptq_config, tensors=_gptq,
+        ordered=True, half=True, config=_gptq_config,
+        tensors=lambda parts, group, dtype: packing.gptq(_coded(parts, group), group.symmetric),
     ),
     "awq": Format(
         "awq", ("int4",), (ROWS, 16, 32, 64, 128), {4: 8}, inputs_too=False, single=True, ordered=False, half=True,
-        config=_awq_config, tensors=_awq,
+        config=_awq_config, tensors=lambda parts, group, dtype: packing.awq(_coded(parts, group)),
     ),
 }  # fmt: skip

@@ -78,7 +78,7 @@ def layout_of(name: str) -> dict[str, Any] | None:
         return _arguments(folder / "config.json", str(method), checkpoint.quantization_of(config))
     if config.get("model_type") != "opt" or method is not None:
         return None
-    names = (one for file in checkpoint.shard_names(folder) for one in checkpoint.tensor_names(folder / file))
+    names = (one for file in checkpoint.shard_names(folder) for one in checkpoint.header(folder / file)[1])
     return {"name": SMOOTHQUANT_OPT} if any(one.endswith(OF_OPT) for one in names) else None
 
 

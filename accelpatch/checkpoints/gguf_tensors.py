@@ -114,14 +114,10 @@ class GgufFile:
     def raw(self, placed: Placed) -> Tensor:
         """The bytes of a tensor. Raises OSError where the file has become shorter."""
         raw = torch.empty(placed.size, dtype=torch.uint8)
-        with self.path.open("rb", buffering=0) as file:
+        with self.path.open("rb") as file:
             file.seek(placed.start)
-            view, done = bytes_of(raw), 0
-            while done < placed.size:
-                count = file.readinto(view[done:])
-                if not count:
-                    raise OSError(f"the file ends after {done} of its {placed.size} bytes")
-                done += count
+            if (count := file.readinto(bytes_of(raw))) < placed.size:
+                raise OSError(f"the file ends after {count} of its {placed.size} bytes")
         return raw
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accelpatch.errors import LoadError
-from accelpatch.models.checkpoint import READ, quantization_of
+from accelpatch.models.checkpoint import OWN, READ, Described, header, quantization_of
 from accelpatch.models.gguf_header import TYPES, read_header
 from accelpatch.models.unread import FLOAT, reason
 
@@ -21,9 +22,7 @@ BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8,
     "U16": 16, "U32": 32, "U64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
 }  # fmt: skip
-OWN = "accelpatch"
 OF_OPT = "self_attn.qk_bmm.a"  # a tensor that only SmoothQuant's OPT has
-Tensor = tuple[str, str, list[int]]  # name, dtype in safetensors' words, shape
 RECIPE_RUN = "float weights: `accelpatch run {place} --recipe int8` quantises them while they load"
 GENERATING = ("ForCausalLM", "LMHeadModel")  # ends of the names of classes that `run` takes
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -80,15 +79,11 @@ def _folder(folder: Path) -> Inspection:
 
 def _tensors(place: str, files: list[Path], config: dict[str, Any]) -> Inspection:
     sites: dict[str, str] = {}
-    found: list[Tensor] = []
+    found: dict[str, Described] = {}
     for file in files:
-        metadata, tensors = safetensors_header(file)
-        found += tensors
+        metadata, tensors = header(file, "fetch it again")
+        found |= tensors
         sites |= _sites(file, metadata)
-    kinds = Counter(dtype for _, dtype, _ in found)
-    sizes: Counter[str] = Counter()
-    for _, dtype, shape in found:
-        sizes[dtype] += math.prod(shape) * BITS.get(dtype, 8) // 8
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
     facts = {"architecture": ", ".join(map(str, config.get("architectures") or ())) or "unknown (no config.json)"}
     facts |= {"files": str(len(files)), "tensors": str(len(found))}
@@ -96,17 +91,26 @@ def _tensors(place: str, files: list[Path], config: dict[str, Any]) -> Inspectio
         tied = bool(config.get("tie_word_embeddings", (text or {}).get("tie_word_embeddings", False)))
         facts["tied"] = "input and output embeddings" if tied else "none"
     name, more, advice = _format(place, config, found, sites)
-    by_kind = {kind: (kinds[kind], sizes[kind]) for kind, _ in sizes.most_common()}
+    by_kind = _by_kind((dtype, math.prod(shape) * BITS.get(dtype, 8) // 8) for dtype, shape in found.values())
     return Inspection(place, name, facts | more, by_kind, advice)
 
 
+def _by_kind(sizes: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:
+    """Kind of a tensor -> (tensors, bytes), the largest first, from each tensor's."""
+    found: dict[str, tuple[int, int]] = {}
+    for kind, size in sizes:
+        count, total = found.get(kind, (0, 0))
+        found[kind] = (count + 1, total + size)
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+
 def _format(
-    place: str, config: dict[str, Any], found: list[Tensor], sites: dict[str, str]
+    place: str, config: dict[str, Any], found: dict[str, Described], sites: dict[str, str]
 ) -> tuple[str, dict[str, str], str]:
     """(format, facts about it, what accelpatch would do)."""
     quantization = quantization_of(config)
     if not quantization:
-        if layers := sum(name.endswith(OF_OPT) for name, _, _ in found):
+        if layers := sum(name.endswith(OF_OPT) for name in found):
             advice = f"`accelpatch run {place}` loads it as it is"
             return "int8 OPT of SmoothQuant", {"quantised": f"{layers} layers"}, advice
         return "float, safetensors", {}, RECIPE_RUN.format(place=place)
@@ -120,7 +124,7 @@ def _format(
             advice = f"`accelpatch run {place}` loads it as it is"
         advice = reason(quantization) or advice
         return method, facts, advice
-    shapes = {name: shape for name, _, shape in found}
+    shapes = {name: list(shape) for name, (_, shape) in found.items()}
     whole = Counter(replacer for path, replacer in sites.items() if f"{path}.{OF_OPT}" in shapes)
     sites = {path: replacer for path, replacer in sites.items() if f"{path}.{OF_OPT}" not in shapes}
     forms = whole + Counter(
@@ -152,32 +156,14 @@ def _sites(file: Path, metadata: dict[str, str]) -> dict[str, str]:
     return {str(path): str(name) for path, name in sites.items()} if isinstance(sites, dict) else {}
 
 
-def safetensors_header(file: Path) -> tuple[dict[str, str], list[Tensor]]:
-    """(metadata, tensors) of a file. Raises LoadError for one that is truncated or damaged."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="np") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  it is no dict
-            tensors = [(name, str(one.get_dtype()), list(one.get_shape())) for name, one in slices.items()]
-            return dict(opened.metadata() or {}), tensors
-    except (SafetensorError, OSError) as error:
-        raise LoadError(f"{file} is truncated or damaged ({error}): fetch it again") from error
-
-
 def _gguf(file: Path) -> Inspection:
-    header = read_header(file)
-    kinds: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    for _, kind, shape in header.tensors:
-        name, block, size = TYPES.get(kind, (f"type {kind}", 1, 0))
-        kinds[name] += 1
-        sizes[name] += math.prod(shape) // block * size
-    names = {name for name, _, _ in header.tensors}
-    facts = {"architecture": str(header.values.get("general.architecture", "unknown")), "version": str(header.version)}
-    facts |= {"files": "1", "tensors": str(len(header.tensors))}
+    head = read_header(file)
+    typed = [(*TYPES.get(kind, (f"type {kind}", 1, 0)), math.prod(shape)) for _, kind, shape in head.tensors]
+    names = {name for name, _, _ in head.tensors}
+    facts = {"architecture": str(head.values.get("general.architecture", "unknown")), "version": str(head.version)}
+    facts |= {"files": "1", "tensors": str(len(head.tensors))}
     facts["tied"] = "none" if "output.weight" in names else "input and output embeddings"
-    by_kind = {kind: (kinds[kind], sizes[kind]) for kind, _ in sizes.most_common()}
+    by_kind = _by_kind((name, values // block * size) for name, block, size, values in typed)
     advice = f"`accelpatch run {file}` holds its blocks as they are; another recipe than gguf unpacks them to float"
     return Inspection(str(file), "GGUF", facts, by_kind, advice)
 

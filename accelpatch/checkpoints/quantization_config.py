@@ -84,6 +84,4 @@ class AccelpatchConfig(QuantizationConfigMixin):
         """As in config.json."""
         return {"quant_method": METHOD, "version": self.version, "recipe": dump(self._recipe)}
 
-    def to_diff_dict(self) -> dict[str, Any]:
-        """As `to_dict`."""
-        return self.to_dict()
+    to_diff_dict = to_dict

@@ -173,7 +173,8 @@ class AccelpatchQuantizer(HfQuantizer):
             self._built[path] = made
             for member in members:
                 without_weight(member.original)
-            self._report("quantising", len(self._built), len(quantised(self.plan)))
+            if callable(self.quantization_config.progress):
+                self.quantization_config.progress("quantising", len(self._built), len(quantised(self.plan)))
         except (AccelpatchError, *FOREIGN) as error:
             self._error = error
 
@@ -221,10 +222,6 @@ class AccelpatchQuantizer(HfQuantizer):
         finally:
             reading.close()
             model._keys_to_ignore_on_load_unexpected = self._ignored
-
-    def _report(self, stage: str, done: int, total: int) -> None:
-        if callable(self.quantization_config.progress):
-            self.quantization_config.progress(stage, done, total)
 
 
 class _Quantise(ConversionOps):

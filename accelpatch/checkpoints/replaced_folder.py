@@ -78,7 +78,10 @@ def _finish(made: Path, target: Path, kept: Callable[[str], bool]) -> None:
     made.chmod(target.stat().st_mode & 0o7777 if target.exists() else 0o777 & ~_umask())
     for old in target.iterdir() if target.exists() else ():
         if not (made / old.name).exists() and (old.is_dir() or kept(old.name)):
-            _carry(old, made / old.name)
+            if old.is_dir() and not old.is_symlink():
+                shutil.copytree(old, made / old.name, symlinks=True, copy_function=_link)
+            else:
+                _link(str(old), str(made / old.name))
     _sync(made)
     if not target.exists():
         made.rename(target)
@@ -88,14 +91,6 @@ def _finish(made: Path, target: Path, kept: Callable[[str], bool]) -> None:
         made.rename(target)
         shutil.rmtree(aside, ignore_errors=True)
     _sync(target.parent)
-
-
-def _carry(old: Path, new: Path) -> None:
-    """A file or folder of the old folder, in the new one too."""
-    if old.is_dir() and not old.is_symlink():
-        shutil.copytree(old, new, symlinks=True, copy_function=_link)
-    else:
-        _link(str(old), str(new))
 
 
 def _link(old: str, new: str, *, follow_symlinks: bool = False) -> None:

@@ -30,7 +30,6 @@ from accelpatch.recipe.recipe import Match, Recipe, Rule, dump
 SHARD = "5GB"  # bytes of a file, unless the caller says another size
 #: weight files of an older checkpoint: transformers' names, and nobody else's
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
-OWN_FILES = ("config.json", "generation_config.json", RECIPE)
 
 
 def save(
@@ -46,7 +45,8 @@ def save(
     most, target, recipe = shard_size(max_shard_size), Path(folder), recipe_of(plan)
     if adapters := [name for name, _ in model.named_modules() if name.endswith(("lora_A", "lora_B"))]:
         raise SaveError(f"{adapters[0]} is an adapter: save it by its own save_pretrained, and the model without it")
-    if any(entry.replacer.rounds for entry in plan.replaced) and _holds_floats(target):
+    floats = target.is_dir() and not is_own(target) and any(WEIGHTS.fullmatch(one.name) for one in target.iterdir())
+    if floats and any(entry.replacer.rounds for entry in plan.replaced):
         raise SaveError(f"{target} holds float weights, which rounded ones cannot bring back: name another folder")
     with replaced_folder(target, lambda name: not WEIGHTS.fullmatch(name)) as made, torch.no_grad():
         config = unnamed(copy.deepcopy(model.config))
@@ -66,11 +66,6 @@ def save(
             card.write(made, target.name, model, recipe.name)
         whole = [entry.site.path for entry in plan.replaced if entry.replacer.whole]
         write_weights(model, made, {entry.site.path: entry.replacer.name for entry in plan.replaced}, most, whole)
-
-
-def _holds_floats(folder: Path) -> bool:
-    """Whether a folder holds weights that accelpatch did not save."""
-    return folder.is_dir() and not is_own(folder) and any(WEIGHTS.fullmatch(one.name) for one in folder.iterdir())
 
 
 def recipe_of(plan: Any) -> Recipe:

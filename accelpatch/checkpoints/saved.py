@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from accelpatch.errors import LoadError
+from accelpatch.models.checkpoint import header
 
 METHOD = "accelpatch"  # quant_method in config.json, and the key of the header's metadata
 VERSION = 1
@@ -59,14 +60,8 @@ def read(files: Iterable[str | Path], layout: Callable[[Iterable[str]], dict[str
     sites: dict[str, str] = {}
     tensors: dict[str, Stored] = {}
     for file in map(Path, files):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  it is no dict
-                unsaid = {"sites": {}, "sha256": dict.fromkeys(slices, "")}
-                facts = _facts(file, opened.metadata()) if layout is None else unsaid
-                shapes = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
-        except (SafetensorError, OSError) as error:
-            raise LoadError(f"{file} is truncated or damaged ({error}): fetch or write it again") from error
+        metadata, shapes = header(file, "fetch or write it again")
+        facts = _facts(file, metadata) if layout is None else {"sites": {}, "sha256": dict.fromkeys(shapes, "")}
         digests = facts["sha256"]
         if digests.keys() != shapes.keys():
             odd = sorted(digests.keys() ^ shapes.keys())
@@ -76,9 +71,9 @@ def read(files: Iterable[str | Path], layout: Callable[[Iterable[str]], dict[str
     return Saved(sites if layout is None else layout(tensors), tensors)
 
 
-def _facts(file: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
+def _facts(file: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     try:
-        facts = json.loads((metadata or {})[METHOD])
+        facts = json.loads(metadata[METHOD])
         version = facts["version"]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise LoadError(f"{file} was not written by accelpatch, though config.json says so: write it again") from error
@@ -123,15 +118,6 @@ class Reading:
         """Stop reading."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._files.close()
-
-
-def check_hashes(saved: Saved) -> None:
-    """Compare every tensor's bytes with its SHA-256. Raises LoadError with the name of one that differs."""
-    reading = Reading(saved, (), torch.device("cpu"))
-    try:
-        reading.finish()
-    finally:
-        reading.close()
 
 
 @contextmanager

@@ -30,26 +30,20 @@ PER_TENSOR = 320  # bytes of header beside a tensor's name, which stands there t
 
 
 class Shard:
-    """One safetensors file in the making. room: bytes reserved for its header. facts: whether that has ours."""
+    """One safetensors file in the making. room: bytes reserved for its header. facts: whether that has ours.
+
+    entries: what the header says of its tensors, by their names. sites: path of a quantised module -> its replacer.
+    """
 
     def __init__(self, path: Path, room: int, facts: bool = True):
         self.path, self.size, self._end = path, 0, 0
         self._room, self._facts = -(-room // ALIGNMENT) * ALIGNMENT, facts
         self._file = path.open("wb")
         self._file.seek(8 + self._room)
-        self._entries: dict[str, Any] = {}
+        self.entries: dict[str, Any] = {}
         self._digests: dict[str, str] = {}
-        self._sites: dict[str, str] = {}
+        self.sites: dict[str, str] = {}
         self._last: list[tuple[str, torch.Tensor]] = []  # of sizes that would misalign what follows
-
-    @property
-    def names(self) -> list[str]:
-        """The tensors in this file."""
-        return [*self._entries]
-
-    def site(self, path: str, replacer: str) -> None:
-        """Note that the module at `path` is quantised."""
-        self._sites[path] = replacer
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor."""
@@ -66,9 +60,9 @@ class Shard:
         """Write what is left, and the header."""
         for name, tensor in sorted(self._last, key=lambda one: -one[1].element_size()):
             self._write(name, tensor)
-        facts = {"version": VERSION, "sites": self._sites, "sha256": self._digests}
+        facts = {"version": VERSION, "sites": self.sites, "sha256": self._digests}
         own = {METHOD: json.dumps(facts)} if self._facts else {}
-        header = {"__metadata__": {"format": "pt", **own}, **self._entries}
+        header = {"__metadata__": {"format": "pt", **own}, **self.entries}
         text = json.dumps(header, separators=(",", ":")).encode()
         if len(text) > self._room:
             raise SaveError(f"{self.path}: its header takes {len(text)} bytes, and {self._room} were reserved")
@@ -88,7 +82,7 @@ class Shard:
         self._file.write(data)
         place = [self._end, self._end + len(data)]
         self._end += len(data)
-        self._entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        self.entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
 
 
 class Shards:
@@ -118,7 +112,7 @@ class Shards:
                 self._shards[-1].close()
             self._shards.append(Shard(self._folder / f"part-{len(self._shards)}", self._room, self._facts))
         if site is not None:
-            self._shards[-1].site(*site)
+            self._shards[-1].sites |= [site]
         for name, tensor in tensors.items():
             self._shards[-1].add(name, tensor)
 
@@ -132,7 +126,7 @@ class Shards:
         places: dict[str, str] = {}
         for shard, name in zip(self._shards, self._names(), strict=True):
             shard.path.rename(self._folder / name)
-            places |= dict.fromkeys(shard.names, name)
+            places |= dict.fromkeys(shard.entries, name)
         index = {"metadata": {"total_size": sum(shard.size for shard in self._shards)}, "weight_map": places}
         (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
 

@@ -47,18 +47,13 @@ class Commands(TyperGroup):
             # The reader of a pipe went away; the interpreter must not complain about it again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+            if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":  # torch's
                 raise
             print_error(
                 f"out of memory: {str(error).splitlines()[0] if str(error) else type(error).__name__}; "
                 "`accelpatch plan MODEL` shows how much memory the model needs"
             )
         raise typer.Exit(1)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` is Python's or torch's out-of-memory error (without importing torch to find out)."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def show_version(wanted: bool) -> None:
@@ -87,19 +82,11 @@ def accelpatch(
     """Make a Hugging Face transformer faster: a recipe says which modules to replace; each is verified first."""
 
 
-app.command("run")(run.run)
-app.command("chat")(chat.chat)
-app.command("plan")(plan.plan)
-app.command("calibrate")(calibrate.calibrate)
-app.command("quantize")(quantize.quantize)
-app.command("export")(export.export)
-app.command("inspect")(inspect.inspect)
-app.add_typer(recipes.commands, name="recipes")
-app.command("eval")(eval.evaluate)
-app.command("bench")(bench.bench)
-app.command("doctor")(doctor.doctor)
-app.command("build")(build.build)
-app.command("selftest")(selftest.selftest)
-app.add_typer(tune.commands, name="tune")
-app.add_typer(cache.commands, name="cache")
+for command in (
+    run.run, chat.chat, plan.plan, calibrate.calibrate, quantize.quantize, export.export, inspect.inspect,
+    eval.evaluate, bench.bench, doctor.doctor, build.build, selftest.selftest,
+):  # fmt: skip
+    app.command("eval" if command is eval.evaluate else command.__name__)(command)
+for name, group in {"recipes": recipes, "tune": tune, "cache": cache}.items():
+    app.add_typer(group.commands, name=name)
 app.command("exec", cls=exec.ScriptCommand, context_settings=exec.CONTEXT)(exec.execute)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,10 +13,11 @@ import typer
 from accelpatch.errors import AccelpatchError
 
 from . import console, options
+from . import prompt as prompts
 from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, RecipeOption
 
 if TYPE_CHECKING:
-    from accelpatch.bench.generate import Shape
+    from accelpatch.bench.record import Setting
 
 
 def bench(
@@ -46,11 +46,12 @@ def bench(
     _check(model, plot, prompt_tokens + new_tokens, random_weights)
     options.prepare(recipe, plugin)
     from accelpatch.bench.generate import Shape
+    from accelpatch.bench.record import Setting
 
-    network = _network(model, dtype, device, random_weights)
-    shape, weights = Shape(batch, prompt_tokens, new_tokens), "random" if random_weights else "checkpoint"
-    patch = partial(options.patch, recipe=recipe, verify=verify)
-    _show(_measure(network, model, patch, shape, (repeats, seconds), weights, json), plot, json)
+    network, shape = _network(model, dtype, device, random_weights), Shape(batch, prompt_tokens, new_tokens)
+    prompts.check_fits(network, shape.prompt, shape.new)  # of a model of the hub, whose configuration was not here
+    setting = Setting.of(network, model, "random" if random_weights else "checkpoint", shape, repeats, seconds)
+    _show(_measure(network, setting, partial(options.patch, recipe=recipe, verify=verify), json), plot, json)
 
 
 def _show(record: dict[str, Any], plot: Path | None, json: bool) -> None:
@@ -88,44 +89,27 @@ def _network(name: str, dtype: str, device: str, random_weights: bool) -> Any:
 
     if random_weights:
         return api.random_model(name, dtype=dtype, device=options.torch_device(device))
-    return options.open_model(name, dtype, device)[0].model
+    return options.open_model(name, dtype, device).model
 
 
-def _measure(
-    network: Any, name: str, patch: Callable[[Any], None], shape: Shape, limits: tuple[int, float], weights: str,
-    json: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """Measure the original, the read limit and, after a verified patch, the patched model; returns the record.
-
-    limits: the most repetitions, and the seconds of each model.
-    """
-    import torch
-
+def _measure(network: Any, setting: Setting, patch: Callable[[Any], None], json: bool) -> dict[str, Any]:
+    """Measure the original, the read limit and, after a verified patch, the patched model; returns the record."""
     from accelpatch.bench import record
     from accelpatch.bench.generate import cached_bytes, measure_generate
     from accelpatch.bench.read_limit import read_limit
-    from accelpatch.device import probe
 
-    from .prompt import check_fits
     from .run import verification_facts
 
-    check_fits(network, shape.prompt, shape.new)  # of a model of the hub, whose configuration was not here before
-    parameter = next(network.parameters())
-    where, dtype = parameter.device, str(parameter.dtype).removeprefix("torch.")
-    repeats, seconds = limits
+    limits: dict[str, Any] = {"repeats": setting.repeats, "seconds": setting.seconds}
     with measuring("the original") as shown:
-        original = measure_generate(network, shape, repeats=repeats, seconds=seconds, progress=shown)
-    limit, cached = read_limit(where), cached_bytes(network)
+        original = measure_generate(network, setting.shape, **limits, progress=shown)
+    limit, cached = read_limit(next(network.parameters()).device), cached_bytes(network)
     patch(network)
     report = network.accelpatch.report()
     if not json:
         console.print_facts(verification_facts(report))
     with measuring("the patched model") as shown:
-        patched = measure_generate(network, shape, repeats=repeats, seconds=seconds, progress=shown)
-    setting = record.Setting(
-        name, weights, dtype, probe(where), torch.get_num_threads(), shape, repeats, seconds,
-        record.command_line(sys.argv[1:]),
-    )  # fmt: skip
+        patched = measure_generate(network, setting.shape, **limits, progress=shown)
     return record.document(setting, report, limit, original, patched, cached)
 
 

@@ -55,7 +55,7 @@ def chat(
     options.check_system(system)
     options.check_generation(model, recipe, max_new_tokens or 1)
     options.prepare(recipe or options.DEFAULT_RECIPE, plugin)
-    loaded, _ = options.open_patched(
+    loaded = options.open_patched(
         model, recipe=recipe, dtype=dtype, device=device, statistics=statistics, verify=verify
     )
     prompts.check_template(prompts.tokenizer_of(loaded))

@@ -8,7 +8,6 @@ from pathlib import Path
 from accelpatch.errors import AccelpatchError, LoadError
 
 STATISTICS = "accelpatch_statistics"  # the key in the header of a file of `accelpatch calibrate`
-DRIVERS = ("nvidiactl", "kfd", "nvhost-gpu", "nvgpu", "dxg")  # NVIDIA, AMD, NVIDIA's boards, Windows' Linux
 
 
 def text_of(file: Path) -> str:
@@ -40,20 +39,3 @@ def statistics(file: Path | None) -> Path | None:
     if not known:
         raise LoadError(f"{file} cannot be read as statistics: `accelpatch calibrate` writes such a file")
     return file
-
-
-def check_driver(device: str) -> None:
-    """Raise LoadError for a GPU on a machine that has no driver of one."""
-    if device.startswith("cuda") and not any(Path("/dev", name).exists() for name in DRIVERS):
-        raise LoadError(
-            f"device {device!r} is not here: this machine has no driver of a GPU (none of "
-            f"{', '.join(f'/dev/{name}' for name in DRIVERS)}); use --device cpu, or see `accelpatch doctor`"
-        )
-
-
-def check_plugins(files: list[Path] | None) -> None:
-    """Raise what Python says of a plugin that is no Python program; AccelpatchError for one that is no .py file."""
-    for file in files or ():
-        if file.suffix != ".py":
-            raise AccelpatchError(f"{file} is no Python file; a plugin ends in .py")
-        compile(file.read_bytes(), str(file), "exec", dont_inherit=True)

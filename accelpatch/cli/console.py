@@ -7,29 +7,21 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelpatch.progress import bars
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 progress_bars = bars
 
 
-def stderr() -> Console:
-    from rich.console import Console
-
-    return Console(file=sys.stderr, highlight=False)
-
-
 def print_error(message: str) -> None:
     """Print one ``error:`` line on stderr, red where stderr is a terminal and NO_COLOR is not set."""
+    from rich.console import Console
     from rich.text import Text
 
-    stderr().print(Text.assemble(("error:", "bold red"), " ", message), soft_wrap=True)
+    Console(file=sys.stderr, highlight=False).print(Text.assemble(("error:", "bold red"), " ", message), soft_wrap=True)
 
 
 def note(message: str) -> None:
@@ -73,15 +65,20 @@ def finite(value: Any) -> Any:
 
 def print_facts(pairs: Iterable[tuple[str, str]]) -> None:
     """Print (name, value) pairs as two columns on stdout; values may have several lines."""
-    listed = [(name, line) for name, value in pairs for name, line in zip_first(name, value.splitlines() or [""])]
+    listed = [
+        ("" if place else name, line) for name, value in pairs for place, line in enumerate(value.splitlines() or [""])
+    ]
     width = max((len(name) for name, _ in listed), default=0)
     for name, line in listed:
         print(f"{name:<{width}}  {line}".rstrip())
 
 
-def zip_first(name: str, lines: list[str]) -> Iterator[tuple[str, str]]:
-    """(name, line) pairs: the name beside the first line, an empty string beside the others."""
-    return zip([name, *[""] * (len(lines) - 1)], lines, strict=True)
+def print_result(json: bool, document: Any, facts: Iterable[tuple[str, str]]) -> None:
+    """Print what a command found: with ``--json`` the document, else the facts."""
+    if json:
+        print_json(document)
+    else:
+        print_facts(facts)
 
 
 def quiet_transformers() -> None:

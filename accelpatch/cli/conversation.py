@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,9 @@ class Conversation:
         """
         asked = [*self.messages, prompts.message("user", text)]
         ids, self.dropped = self._fitting(asked)
-        chosen = self._sampling.at_most(None if self.limit is None else self.limit - ids.shape[1])
+        chosen = self._sampling
+        if self.limit is not None:
+            chosen = replace(chosen, max_new_tokens=min(self.limit - ids.shape[1], chosen.max_new_tokens))
         answer = generation.answer(self._loaded, ids.to(self._loaded.model.device), chosen, write, interrupted)
         self.messages = [*asked, prompts.message("assistant", answer.text)]
         self.last, self.used = answer, ids.shape[1] + answer.tokens

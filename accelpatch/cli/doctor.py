@@ -36,10 +36,7 @@ VARIABLES = (
 def doctor(json: JsonOption = False) -> None:
     """Show packages, devices, compilers and cache, and what a missing one is needed for. Takes ten seconds at most."""
     found = examine()
-    if json:
-        console.print_json(found)
-    else:
-        console.print_facts(_lines(found))
+    console.print_result(json, found, _lines(found))
 
 
 def examine() -> dict[str, Any]:

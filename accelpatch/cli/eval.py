@@ -17,10 +17,7 @@ ENOUGH = 1000  # predicted tokens: the standard error of an agreement of 70% is 
 
 def evaluate(
     model: options.ModelArgument = options.DEFAULT_MODEL,
-    text: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, metavar="FILE", help="UTF-8 text; default: a chapter of a novel."),
-    ] = None,
+    text: Annotated[Path | None, options.file_option(help="UTF-8 text; default: a chapter of a novel.")] = None,
     recipe: RecipeOption = options.DEFAULT_RECIPE,
     statistics: StatisticsOption = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="Use at most this many tokens of the text.")] = 4096,
@@ -37,15 +34,19 @@ def evaluate(
 
     from . import prompt as prompts
 
-    loaded, where = options.open_model(model, dtype, device)
+    loaded = options.open_model(model, dtype, device)
     ids = prompts.encode(prompts.tokenizer_of(loaded), words, chat=False, option="--text")[:, :max_tokens]
-    _say_if_short(source, ids.shape[1])
+    if 1 < ids.shape[1] <= ENOUGH:
+        console.warning(
+            f"{source} has {ids.shape[1]} tokens, and figures of fewer than {ENOUGH} say little: give a "
+            "longer text, or none"
+        )
     with console.progress_bars() as progress:
-        found = api.evaluate(loaded.model, recipe, ids.to(where), statistics=statistics, progress=progress)
-    if json:
-        console.print_json({"model": model, "recipe": recipe, "text": source} | found.to_dict())
-    else:
-        console.print_facts([("model", model), ("recipe", recipe), *_facts(source, found)])
+        found = api.evaluate(
+            loaded.model, recipe, ids.to(loaded.model.device), statistics=statistics, progress=progress
+        )
+    document = {"model": model, "recipe": recipe, "text": source} | found.to_dict()
+    console.print_result(json, document, [("model", model), ("recipe", recipe), *_facts(source, found)])
 
 
 def _facts(source: str, found: Any) -> list[tuple[str, str]]:
@@ -56,10 +57,3 @@ def _facts(source: str, found: Any) -> list[tuple[str, str]]:
         ("top-1 agreement", f"{found.top1:.2%}"),
         ("perplexity", f"{found.perplexity_before:.4f} -> {found.perplexity_after:.4f} ({change:+.2%})"),
     ]
-
-
-def _say_if_short(source: str, tokens: int) -> None:
-    if 1 < tokens <= ENOUGH:
-        console.warning(
-            f"{source} has {tokens} tokens, and figures of fewer than {ENOUGH} say little: give a longer text, or none"
-        )

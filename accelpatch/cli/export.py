@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from . import console, options
+from . import console
 from .options import JsonOption
 
 Formats = Literal["compressed-tensors", "gptq", "awq"]
@@ -25,9 +25,10 @@ def export(
 ) -> None:
     """Write the patched model in DIR as compressed-tensors, GPTQ or AWQ; refused with the reason where it cannot be."""
     from accelpatch.checkpoints import target
+    from accelpatch.models import precheck
 
     target.shard_size(max_shard_size)
-    options.check_model(folder)
+    precheck.check(folder)
     if Path(folder).is_dir():
         target.own_config(Path(folder))
     if out is not None:
@@ -39,8 +40,6 @@ def export(
 
     with console.progress_bars() as progress:
         made = api.export(folder, to, out, max_shard_size=max_shard_size, progress=progress)
-    if json:
-        console.print_json(made.to_dict())
-        return
     facts = [("format", made.format), ("quantised", f"{made.layers} linear layers"), ("weights", human(made.size))]
-    console.print_facts([*facts, ("folder", str(made.folder)), *(("note", text) for text in made.notes)])
+    facts += [("folder", str(made.folder)), *(("note", text) for text in made.notes)]
+    console.print_result(json, made.to_dict(), facts)

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -40,10 +40,6 @@ class Sampling:
         given = {"top_p": self.top_p, "top_k": self.top_k}
         chosen = {name: value for name, value in given.items() if value is not None}
         return {"do_sample": True, "temperature": self.temperature, "max_new_tokens": self.max_new_tokens} | chosen
-
-    def at_most(self, tokens: int | None) -> Sampling:
-        """The same for answers of at most so many tokens."""
-        return self if tokens is None else replace(self, max_new_tokens=min(tokens, self.max_new_tokens))
 
 
 GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
@@ -223,14 +219,11 @@ class TextStream(Timer):
             self._show(text)
             raise Stopped("interrupted")
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._show(text[: len(text) - self._held_back(text)])
+            begun = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+            self._show(text[: len(text) - max(begun, default=0)])
 
     def end(self) -> None:
         self._show(self._decode())
-
-    def _held_back(self, text: str) -> int:
-        """Length of the longest end of a text with which one of the stops begins."""
-        return max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
 
     def _decode(self) -> str:
         text: str = self._tokenizer.decode(self.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -245,7 +238,3 @@ class TextStream(Timer):
 def write_stdout(piece: str) -> None:
     sys.stdout.write(piece)
     sys.stdout.flush()
-
-
-def write_nothing(piece: str) -> None:
-    """Discard the text: with --json the answer is part of the document that is printed at the end."""

@@ -20,9 +20,6 @@ def inspect(
     from accelpatch.report import human
 
     found = inspection.inspect(place)
-    if json:
-        console.print_json(found.to_dict())
-        return
     facts = [("format", found.format), *found.facts.items()]
     facts += [(f"bytes, {kind}", f"{human(size)} in {count} tensors") for kind, (count, size) in found.kinds.items()]
-    console.print_facts([*facts, ("accelpatch", found.advice)])
+    console.print_result(json, found.to_dict(), [*facts, ("accelpatch", found.advice)])

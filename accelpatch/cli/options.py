@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_RECIPE = "int8"
+DRIVERS = ("nvidiactl", "kfd", "nvhost-gpu", "nvgpu", "dxg")  # NVIDIA, AMD, NVIDIA's boards, Windows' Linux
 _ORIGINAL = "{} is a saved patched model, and this needs the original: give the float checkpoint"
 _OWN_RECIPE = "{} is a saved patched model, which has its recipe: leave out --recipe"
 
@@ -32,8 +33,17 @@ def _device(text: str) -> str:
         raise typer.BadParameter(f"{text!r} is not supported; use auto, cpu, cuda or cuda:N", param_hint="--device")
     if text.startswith("cuda") and (version := facts.version("torch") or "").endswith("+cpu"):
         raise LoadError(f"device {text!r} is not here: torch {version} is a build for the CPU; use --device cpu")
-    checks.check_driver(text)
+    if text.startswith("cuda") and not any(Path("/dev", name).exists() for name in DRIVERS):
+        raise LoadError(
+            f"device {text!r} is not here: this machine has no driver of a GPU (none of "
+            f"{', '.join(f'/dev/{name}' for name in DRIVERS)}); use --device cpu, or see `accelpatch doctor`"
+        )
     return text
+
+
+def file_option(*names: str, **settings: Any) -> Any:
+    """An option that names a file, which must be there."""
+    return typer.Option(*names, exists=True, dir_okay=False, metavar="FILE", **settings)
 
 
 ModelArgument = Annotated[
@@ -44,23 +54,11 @@ RecipeOption = Annotated[
 ]
 PluginOption = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--plugin",
-        metavar="FILE",
-        exists=True,
-        dir_okay=False,
-        help="Python file that registers your own replacers; repeatable.",
-    ),
+    file_option("--plugin", help="Python file that registers your own replacers; repeatable."),
 ]
 StatisticsOption = Annotated[
     Path | None,
-    typer.Option(
-        exists=True,
-        dir_okay=False,
-        metavar="FILE",
-        callback=checks.statistics,
-        help="Of `accelpatch calibrate`, for recipes that need some.",
-    ),
+    file_option(callback=checks.statistics, help="Of `accelpatch calibrate`, for recipes that need some."),
 ]
 DeviceOption = Annotated[
     str,
@@ -101,7 +99,10 @@ def load_plugins(files: list[Path] | None) -> None:
     from .script import FailuresAsPython
 
     with FailuresAsPython():
-        checks.check_plugins(files)
+        for file in files:
+            if file.suffix != ".py":
+                raise AccelpatchError(f"{file} is no Python file; a plugin ends in .py")
+            compile(file.read_bytes(), str(file), "exec", dont_inherit=True)  # raises what Python says of it
     from accelpatch import api
 
     for file in files:
@@ -109,28 +110,15 @@ def load_plugins(files: list[Path] | None) -> None:
             api.load_plugin(file)
 
 
-def check_recipe(recipe: str) -> None:
-    """Raise RecipeError for a recipe that cannot be read, before anything slow starts."""
-    from accelpatch.recipe import recipe as recipes
-
-    recipes.load(recipe)
-
-
 def check_replacers(recipe: str, plugins: list[Path] | None) -> None:
-    """As `check_recipe`; also PlanError for a replacer that is neither built in nor can be a plugin's."""
+    """Raise RecipeError for a recipe that cannot be read, and PlanError for a replacer that is neither built in nor can
+    be a plugin's."""
     from accelpatch.recipe import recipe as recipes
     from accelpatch.recipe import replacers
 
     found = recipes.load(recipe)
     if not plugins:
         replacers.check(found)
-
-
-def check_model(name: str) -> None:
-    """Raise LoadError for a name, path, folder or GGUF file that is no model, before torch is imported."""
-    from accelpatch.models import precheck
-
-    precheck.check(name)
 
 
 def check_system(text: str | None) -> None:
@@ -142,8 +130,8 @@ def check_system(text: str | None) -> None:
 
 
 def check_original(name: str, *, fetched: bool = True) -> Source:
-    """As `check_model`; also LoadError for a quantised model, where a command needs the original; and, `fetched`, for
-    one of the hub that neither is here nor can be fetched."""
+    """Raise LoadError for a name that is no model's, for a quantised model, where a command needs the original; and,
+    `fetched`, for one of the hub that neither is here nor can be fetched. Loads no torch."""
     from accelpatch.models import precheck
 
     source = precheck.check(name)
@@ -160,11 +148,10 @@ def check_generation(name: str, recipe: str | None, new_tokens: int, *, original
     recipe: None for the default one. original: whether the float checkpoint is needed.
     """
     from accelpatch.models import precheck
+    from accelpatch.recipe import recipe as recipes
 
-    check_recipe(recipe or DEFAULT_RECIPE)
-    source = precheck.check(name)
-    if precheck.is_quantised(source) and original:
-        raise LoadError(_ORIGINAL.format(name))
+    recipes.load(recipe or DEFAULT_RECIPE)
+    source = check_original(name, fetched=False) if original else precheck.check(name)
     if precheck.is_quantised(source) and recipe is not None:
         raise LoadError(_OWN_RECIPE.format(name))
     limit = precheck.context_length(source)
@@ -192,39 +179,33 @@ def refuse_patched(name: str) -> None:
         raise LoadError(_ORIGINAL.format(name))
 
 
-def open_model(name: str, dtype: str, device: str) -> tuple[Any, torch.device]:
-    """Load a float model, with progress bars on stderr; returns (accelpatch.models.load.Loaded, its device)."""
+def open_model(name: str, dtype: str, device: str) -> Any:
+    """Load a float model, with progress bars on stderr; returns an accelpatch.models.load.Loaded."""
     where = torch_device(device)
     from accelpatch import api
 
     refuse_patched(name)
     with console.progress_bars() as progress:
-        return api.load(name, dtype=dtype, device=where, progress=progress), where
+        return api.load(name, dtype=dtype, device=where, progress=progress)
 
 
 def open_patched(
     name: str, *, recipe: str | None, dtype: str, device: str, statistics: Path | None, verify: str
-) -> tuple[Any, torch.device]:
+) -> Any:
     """As `open_model`, patched while it loads by `recipe`, or the default; a saved patched model as it is."""
     where = torch_device(device)
     from accelpatch import api
+    from accelpatch.models.catalog import resolve
 
     saved = api.is_patched(name)
     if saved and recipe is not None:
         raise LoadError(_OWN_RECIPE.format(name))
-    wanted = None if saved else recipe or default_recipe(name)
+    usual = "gguf" if resolve(name).kind == "gguf" else DEFAULT_RECIPE  # which leaves its weights as they are
+    wanted = None if saved else recipe or usual
     with console.progress_bars() as progress:
-        loaded = api.load(
+        return api.load(
             name, wanted, dtype=dtype, device=where, statistics=statistics, verify=verify, progress=progress
         )
-    return loaded, where
-
-
-def default_recipe(name: str) -> str:
-    """The recipe of a model where the user names none: of a GGUF file the one that leaves its weights as they are."""
-    from accelpatch.models.catalog import resolve
-
-    return "gguf" if resolve(name).kind == "gguf" else DEFAULT_RECIPE
 
 
 def patch(model: Any, *, recipe: str | None, verify: str, statistics: Path | None = None) -> None:

@@ -24,8 +24,12 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Show what a recipe would replace in MODEL, and whether the result fits in memory. Loads no weights."""
+    from accelpatch import device as devices
+    from accelpatch.errors import PlanError
+
     options.check_original(model, fetched=False)
-    _check_arch(arch)
+    if arch is not None and arch not in devices.KNOWN:
+        raise PlanError(devices.unknown(arch))
     options.prepare(recipe, plugin)
     from accelpatch import api
 
@@ -35,12 +39,3 @@ def plan(
         console.print_json(planned.to_dict())
     else:
         print(planned)
-
-
-def _check_arch(arch: str | None) -> None:
-    """Raise PlanError for an arch of which no facts are known."""
-    from accelpatch import device as devices
-    from accelpatch.errors import PlanError
-
-    if arch is not None and arch not in devices.KNOWN:
-        raise PlanError(f"no facts are known of the arch {arch}; known are: {', '.join(devices.KNOWN)}")

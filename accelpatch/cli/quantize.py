@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from . import console, options
 from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, RecipeOption, StatisticsOption
+
+if TYPE_CHECKING:
+    from accelpatch.report import Report
 
 
 def quantize(
@@ -29,7 +32,12 @@ def quantize(
     json: JsonOption = False,
 ) -> None:
     """Quantise MODEL by a recipe while it loads, and save it; what was done is kept if this is interrupted."""
-    _check(model, out, max_shard_size, overwrite)
+    from accelpatch.checkpoints import target
+
+    target.shard_size(max_shard_size)
+    options.check_original(model)
+    target.check_folder(out)
+    target.check_new(out, overwrite)
     options.prepare(recipe, plugin)
     with resumable(out):
         from accelpatch import api
@@ -40,20 +48,7 @@ def quantize(
                 model, recipe, out, max_shard_size=max_shard_size, dtype=dtype, device=where, statistics=statistics,
                 verify=verify, progress=progress, overwrite=overwrite,
             )  # fmt: skip
-    if json:
-        console.print_json({"folder": str(out), "report": report.to_dict()})
-    else:
-        console.print_facts(_facts(model, out, report))
-
-
-def _check(model: str, out: Path, max_shard_size: str, overwrite: bool) -> None:
-    """Raise what is wrong with the arguments, before torch is imported."""
-    from accelpatch.checkpoints import target
-
-    target.shard_size(max_shard_size)
-    options.check_original(model)
-    target.check_folder(out)
-    target.check_new(out, overwrite)
+    console.print_result(json, {"folder": str(out), "report": report.to_dict()}, _facts(model, out, report))
 
 
 @contextmanager
@@ -73,12 +68,11 @@ def resumable(out: Path) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _facts(model: str, out: Path, report: object) -> list[tuple[str, str]]:
-    from accelpatch.report import Report, human, ratio
+def _facts(model: str, out: Path, report: Report) -> list[tuple[str, str]]:
+    from accelpatch.report import human, ratio
 
     from .run import verification_facts
 
-    assert isinstance(report, Report)
     size = sum(file.stat().st_size for file in out.glob("model*.safetensors"))
     return [
         ("model", model),

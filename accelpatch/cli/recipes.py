@@ -20,10 +20,8 @@ def list_recipes(context: typer.Context, json: JsonOption = False) -> None:
     from accelpatch.recipe import recipe
 
     found = [recipe.load(name) for name in recipe.bundled()]
-    if json:
-        console.print_json([{"name": item.name, "description": item.description} for item in found])
-    else:
-        console.print_facts((item.name, item.description.strip()) for item in found)
+    document = [{"name": item.name, "description": item.description} for item in found]
+    console.print_result(json, document, ((item.name, item.description.strip()) for item in found))
 
 
 @commands.command("show")

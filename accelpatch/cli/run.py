@@ -67,7 +67,7 @@ def run(
     options.prepare(recipe or options.DEFAULT_RECIPE, plugin)
     patched = partial(options.open_patched, recipe=recipe, statistics=statistics, verify=verify)
     opened: Any = options.open_model if compare else patched
-    loaded, _ = opened(model, dtype=dtype, device=device)
+    loaded = opened(model, dtype=dtype, device=device)
     ids = _encode(loaded, text, system, raw, chat)
     prompts.check_fits(loaded.model, ids.shape[1], max_new_tokens)
     respond = partial(_respond, loaded, ids, sampling, compare=compare, raw=raw, json=json)
@@ -108,7 +108,7 @@ def _respond(
     if compare and not json:
         print(f"--- {name}")
     torch.manual_seed(sampling.seed)
-    answer = generation.answer(loaded, ids, sampling, generation.write_nothing if json else generation.write_stdout)
+    answer = generation.answer(loaded, ids, sampling, (lambda piece: None) if json else generation.write_stdout)
     if not json:
         print("\n", flush=True)
     rate = generation.measured_rate(loaded.model, ids) if compare else answer.rate
@@ -118,18 +118,9 @@ def _respond(
 def _print(model: str, text: str, network: Any, before: Outcome | None, after: Outcome, json: bool) -> None:
     """Print what is known after the answers."""
     report = network.accelpatch.report()
-    if json:
-        console.print_json(_document(model, text, report, before, after))
-    else:
-        console.print_facts(_facts(model, report, before, after))
-
-
-def _document(model: str, prompt: str, report: Report, before: Outcome | None, after: Outcome) -> dict[str, Any]:
-    document: dict[str, Any] = {"model": model, "recipe": report.recipe, "device": report.device, "prompt": prompt}
-    document |= after.to_dict()
-    if before is not None:
-        document["original"] = before.to_dict()
-    return document | {"report": report.to_dict()}
+    document = {"model": model, "recipe": report.recipe, "device": report.device, "prompt": text} | after.to_dict()
+    document |= {} if before is None else {"original": before.to_dict()}
+    console.print_result(json, document | {"report": report.to_dict()}, _facts(model, report, before, after))
 
 
 def _facts(model: str, report: Report, before: Outcome | None, after: Outcome) -> list[tuple[str, str]]:

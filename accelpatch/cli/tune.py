@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -57,16 +57,10 @@ def attention(
             lengths=wanted, heads=heads, kv_heads=kv_heads, store=not dry_run, progress=progress,
         )  # fmt: skip
     if json:
-        console.print_json([as_data(one) for one in found])
+        console.print_json([one.to_dict() for one in found])
         return
     _print(found)
     print("nothing is stored (--dry-run)" if dry_run else "stored; `accelpatch cache clear attention` forgets it")
-
-
-def as_data(one: Measured) -> dict[str, Any]:
-    """Plain data, ready for JSON."""
-    facts = {name: getattr(one, name) for name in ("dtype", "size", "length", "batch", "causal", "order", "refused")}
-    return facts | {"tflops": {name: one.flop / seconds / 1e12 for name, seconds in one.seconds.items()}}
 
 
 def _print(found: list[Measured]) -> None:

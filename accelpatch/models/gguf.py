@@ -16,8 +16,6 @@ from accelpatch.models.gguf_keys import OWN, TIED
 from accelpatch.models.guard import explained
 from accelpatch.models.precheck import check_gguf
 
-TOKENIZER, BEGINNING = b"tokenizer.ggml.model", 1 << 20
-
 
 def configuration_beside(path: Path) -> Any:
     """The config.json in a file's folder. Raises LoadError where it leaves out that the file scales its frequencies."""
@@ -56,14 +54,3 @@ def forget_quantizer(model: Any) -> None:
     model.is_quantized = False
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-
-
-def has_tokenizer(path: Path) -> bool:
-    """Whether a file's metadata names a tokenizer, which it does before the words."""
-    with path.open("rb") as file:
-        return TOKENIZER in file.read(BEGINNING)
-
-
-def device_map_of(device: str | torch.device) -> dict[str, torch.device] | None:
-    """The device_map that puts a whole model on a device; None for the CPU."""
-    return None if torch.device(device).type == "cpu" else {"": torch.device(device)}

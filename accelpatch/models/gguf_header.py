@@ -99,17 +99,12 @@ class _Reader:
     """Reads little-endian values; no read may go beyond the end of the file."""
 
     def __init__(self, file: BinaryIO, size: int):
-        self._file, self._size, self._at = file, size, 0
-
-    @property
-    def at(self) -> int:
-        """Bytes read so far."""
-        return self._at
+        self._file, self._size, self.at = file, size, 0
 
     def take(self, count: int) -> bytes:
-        if count > self._size - self._at:
-            raise ValueError(f"{count} bytes are wanted at {self._at}, and the file has {self._size}")
-        self._at += count
+        if count > self._size - self.at:
+            raise ValueError(f"{count} bytes are wanted at {self.at}, and the file has {self._size}")
+        self.at += count
         return self._file.read(count)
 
     def scalar(self, code: str) -> Any:
@@ -121,7 +116,7 @@ class _Reader:
     def count(self, least: int) -> int:
         """A number of items that take at least so many bytes each."""
         found = int(self.scalar("Q"))
-        if found * least > self._size - self._at:
+        if found * least > self._size - self.at:
             raise ValueError(f"{found} items are announced, and the file has {self._size} bytes")
         return found
 

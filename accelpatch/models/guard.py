@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import struct
 from collections.abc import Iterator
 
@@ -48,13 +47,6 @@ class explained:
         if issubclass(kind, _BROKEN) or kind is Exception:
             said = next(iter(str(error).strip().splitlines()), "")
             raise LoadError(f"{self.what}: {kind.__name__}: {said}") from error
-
-
-@contextlib.contextmanager
-def no_bar() -> Iterator[None]:
-    """Context manager: hides the progress bar of GGUF loading, which goes to stderr directly. Logging still works."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        yield
 
 
 @contextlib.contextmanager

@@ -6,8 +6,10 @@ error; transformers would start them at random.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext, redirect_stderr
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ from accelpatch.models.checkpoint import Progress
 from accelpatch.models.configuration import model_class, native
 from accelpatch.models.gguf_header import read_header
 from accelpatch.models.gguf_metadata import completed
-from accelpatch.models.guard import explained, no_bar, quiet
+from accelpatch.models.guard import explained, quiet
 from accelpatch.models.precheck import check_gguf
 
+TOKENIZER, BEGINNING = b"tokenizer.ggml.model", 1 << 20
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -37,6 +40,15 @@ class Loaded:
     model: nn.Module
     tokenizer: Any
     source: Source
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How a model is loaded; see `load`."""
+
+    dtype: str | torch.dtype
+    device: str | torch.device
+    progress: Progress
 
 
 def load(
@@ -55,19 +67,19 @@ def load(
     progress: called as ``progress(stage, done, total)``. Raises LoadError, which says what to do, for a wrong name,
     network failures, and files that are damaged or not trusted.
     """
-    report = progress or _silent
-    source = resolve(name)
+    source, wanted = resolve(name), Wanted(dtype, device, progress or silent)
     if source.kind == "gguf":
-        path = Path(source.location)
-        config = _config(source)
+        path, config = Path(source.location), _config(source)
         if floats is None:
-            model = _unpacked(path, config, dtype, device, report)
-        else:
-            model = _as_stored(path, config, quantization, floats, dtype, device, report)
-        return Loaded(model, _tokenizer_of(source, report, required=False), source)
-    folder = _folder(source, report)
-    model = _load_folder(folder, dtype, device, report, quantization)
-    return Loaded(model, _folder_tokenizer(folder, required=False), source)
+            model = _unpacked(path, config, wanted)
+        else:  # whose quantised weights `quantization` reads from the file; "auto" is float32
+            wanted = replace(wanted, dtype=torch.float32 if dtype == "auto" else dtype)
+            options = {"state_dict": dict(floats), "quantization_config": quantization}
+            model = _pretrained(path, None, model_class(config), wanted, config=config, **options)
+        return Loaded(model, _tokenizer_of(source, wanted.progress), source)
+    folder = folder_of(source, wanted.progress)
+    model = _load_folder(folder, wanted, quantization)
+    return Loaded(model, _folder_tokenizer(folder), source)
 
 
 def from_config(name: str) -> nn.Module:
@@ -91,14 +103,6 @@ def random(
             return model_class(config)._from_config(config, **options).eval()
 
 
-def tokenizer(name: str) -> Any:
-    """The model's tokenizer with its chat template. Raises LoadError where it has none."""
-    source = resolve(name)
-    if source.kind == "gguf":
-        return _tokenizer_of(source, _silent)
-    return _folder_tokenizer(_folder(source, _silent, weights=False), required=True)
-
-
 def is_patched(name: str) -> bool:
     """Whether a name is that of a folder with a saved patched model."""
     source = resolve(name)
@@ -108,15 +112,9 @@ def is_patched(name: str) -> bool:
     return checkpoint.quantization_method(config) == checkpoint.OWN
 
 
-def fetch(name: str, *, progress: Progress | None = None) -> Path:
-    """Download the model's files; returns the path of its folder or GGUF file."""
-    source = resolve(name)
-    return Path(source.location) if source.kind == "gguf" else _folder(source, progress or _silent)
-
-
 def gguf_file(name: str, progress: Progress | None = None) -> Path | None:
     """The GGUF file of a model, where it has one and no other weights; that of the embedded model is fetched."""
-    source, report = resolve(name), progress or _silent
+    source, report = resolve(name), progress or silent
     if source.kind == "embedded":
         folder = embedded.gguf(lambda file, target: _describe(file, target, report), report)
         return next(folder.glob("*.gguf"))
@@ -131,24 +129,27 @@ def _describe(file: Path, target: Path, progress: Progress) -> None:
     _gguf_tokenizer(file, progress).save_pretrained(target)
 
 
-def _tokenizer_of(source: Source, progress: Progress, *, required: bool = True) -> Any:
+def _tokenizer_of(source: Source, progress: Progress) -> Any:
     """The tokenizer of a GGUF file: that in its folder, where that was given, else its own."""
     path = Path(source.location)
-    if source.beside and (found := _folder_tokenizer(path.parent, required=False, config=_config(source))) is not None:
+    if source.beside and (found := _folder_tokenizer(path.parent, _config(source))) is not None:
         return found
-    return _gguf_tokenizer(path, progress) if required or gguf.has_tokenizer(path) else None
+    with path.open("rb") as file:
+        has_own = TOKENIZER in file.read(BEGINNING)  # where metadata names it, before the words
+    return _gguf_tokenizer(path, progress) if has_own else None
 
 
-def _silent(stage: str, done: int, total: int) -> None:
+def silent(stage: str, done: int, total: int) -> None:
     """A progress function that does nothing."""
 
 
-def _folder(source: Source, progress: Progress, *, weights: bool = True) -> Path:
+def folder_of(source: Source, progress: Progress) -> Path:
+    """The folder of a model's files, which are fetched where they are not here."""
     if source.kind == "embedded":
         return embedded.folder(lambda gguf, target: _convert(gguf, target, progress), progress)
     if source.kind == "hub":
         progress("downloading", 0, 1)
-        folder = hub.snapshot(source.location, weights=weights)
+        folder = hub.snapshot(source.location)
         progress("downloading", 1, 1)
         return folder
     return Path(source.location)
@@ -167,33 +168,39 @@ def _config(source: Source) -> Any:
     return native(checkpoint.read_config(folder), str(folder))
 
 
-def _load_folder(
-    folder: Path, dtype: str | torch.dtype, device: str | torch.device, progress: Progress, quantization: Any = None
-) -> Any:
+def _pretrained(
+    place: Path, name: Path | None, made_by: Any, wanted: Wanted, stage: str = "loading", why: str = "cannot be loaded",
+    **options: Any,
+) -> Any:  # fmt: skip
+    """`from_pretrained(name)` of a model class, on nothing but local files. Raises LoadError, which begins with the
+    place and says why it failed, also where the weights are not those of the configuration."""
+    wanted.progress(stage, 0, 1)
+    file, device = "gguf_file" in options, torch.device(wanted.device)  # a file has a bar of its own, on stderr
+    with explained(f"{place} {why}"), quiet(), redirect_stderr(io.StringIO()) if file else nullcontext():
+        model, info = made_by.from_pretrained(
+            name,
+            dtype=wanted.dtype,
+            device_map=None if device.type == "cpu" else {"": device},
+            trust_remote_code=False,
+            local_files_only=True,
+            ignore_mismatched_sizes=not file,  # reported in info, which check_complete turns into an error
+            output_loading_info=True,
+            **options,
+        )
+    checkpoint.check_complete(str(place), info)
+    wanted.progress(stage, 1, 1)
+    return model.eval()
+
+
+def _load_folder(folder: Path, wanted: Wanted, quantization: Any) -> Any:
     config = native(checkpoint.read_config(folder, foreign=isinstance(quantization, dict)), str(folder))
     if isinstance(quantization, dict):
         config.quantization_config, quantization = quantization, None
-    checkpoint.check_weights(folder, progress)
+    checkpoint.check_weights(folder, wanted.progress)
     if (folder / "generation_config.json").exists():
         checkpoint.read_json(folder / "generation_config.json")
-    made_by = model_class(config)
-    progress("loading", 0, 1)
-    with explained(f"{folder} cannot be loaded"), quiet():
-        model, info = made_by.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            device_map=gguf.device_map_of(device),
-            trust_remote_code=False,
-            use_safetensors=True,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,  # reported in info, which check_complete turns into an error
-            output_loading_info=True,
-            **({} if quantization is None else {"quantization_config": quantization}),
-        )
-    checkpoint.check_complete(str(folder), info)
-    progress("loading", 1, 1)
-    return model.eval()
+    options = {} if quantization is None else {"quantization_config": quantization}
+    return _pretrained(folder, folder, model_class(config), wanted, config=config, use_safetensors=True, **options)
 
 
 def _gguf_config(path: Path) -> Any:
@@ -204,53 +211,17 @@ def _gguf_config(path: Path) -> Any:
     return completed(config, read_header(path), path)
 
 
-def _unpacked(path: Path, config: Any, dtype: str | torch.dtype, device: str | torch.device, progress: Progress) -> Any:
+def _unpacked(path: Path, config: Any, wanted: Wanted) -> Any:
     """The model with all weights as floats. Raises LoadError, as the other functions here do."""
     gguf.check_places(config, path)
-    options: dict[str, Any] = {"config": config}
+    options: dict[str, Any] = {"config": config, "gguf_file": path.name}
     # Newer versions would keep the blocks and fetch kernels for them; the oldest always unpacks.
     if (gguf_config := getattr(transformers, "GgufConfig", None)) is not None:
         options["quantization_config"] = gguf_config(dequantize=True)
-    progress("unpacking", 0, 1)
-    with explained(f"{path} is damaged, or of a kind that transformers cannot read"), quiet(), no_bar():
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path.parent,
-            gguf_file=path.name,
-            dtype=dtype,
-            device_map=gguf.device_map_of(device),
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-            **options,
-        )
-    checkpoint.check_complete(str(path), info)
+    why = "is damaged, or of a kind that transformers cannot read"
+    model = _pretrained(path, path.parent, AutoModelForCausalLM, wanted, "unpacking", why, **options)
     gguf.forget_quantizer(model)
-    progress("unpacking", 1, 1)
-    return model.eval()
-
-
-def _as_stored(
-    path: Path, config: Any, quantization: Any, floats: Mapping[str, torch.Tensor],
-    dtype: str | torch.dtype, device: str | torch.device, progress: Progress,
-) -> Any:  # fmt: skip
-    """The model whose quantised weights `quantization` reads from the file, as floats in `dtype` ("auto": float32)."""
-    progress("loading", 0, 1)
-    with explained(f"{path} cannot be loaded"), quiet():
-        model, info = model_class(config).from_pretrained(
-            None,
-            config=config,
-            state_dict=dict(floats),
-            dtype=torch.float32 if dtype == "auto" else dtype,
-            device_map=gguf.device_map_of(device),
-            trust_remote_code=False,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,  # reported in info, which check_complete turns into an error
-            output_loading_info=True,
-            quantization_config=quantization,
-        )
-    checkpoint.check_complete(str(path), info)
-    progress("loading", 1, 1)
-    return model.eval()
+    return model
 
 
 def _gguf_tokenizer(path: Path, progress: Progress) -> Any:
@@ -265,7 +236,7 @@ def _gguf_tokenizer(path: Path, progress: Progress) -> Any:
 
 def _convert(file: Path, target: Path, progress: Progress) -> None:
     # float32 holds the unpacked values exactly; bfloat16 would round them once more.
-    model = _unpacked(file, _gguf_config(file), torch.float32, "cpu", progress)
+    model = _unpacked(file, _gguf_config(file), Wanted(torch.float32, "cpu", progress))
     progress("converting", 0, 1)
     try:
         with quiet():
@@ -280,11 +251,9 @@ def _convert(file: Path, target: Path, progress: Progress) -> None:
     progress("converting", 1, 1)
 
 
-def _folder_tokenizer(folder: Path, *, required: bool, config: Any = None) -> Any:
+def _folder_tokenizer(folder: Path, config: Any = None) -> Any:
     present = [name for name in _TOKENIZER_FILES if (folder / name).is_file()]
     if not present:
-        if required:
-            raise LoadError(f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
         return None
     for name in present:
         if name.endswith(".json"):

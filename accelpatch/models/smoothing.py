@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -31,29 +30,20 @@ class SmoothingGroup:
     rows: str = "all"
     size: int = 0
 
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """All of its modules' paths."""
-        return self.source, *self.consumers
-
 
 def smoothing_groups(model: nn.Module) -> list[SmoothingGroup]:
     """Every group of the model's decoder layers; none for a model of an unknown family."""
     found: list[SmoothingGroup] = []
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     for path, layer in model.named_modules():
         family = next((one for end in LAYER_ENDINGS if (one := family_of_class(layer, end)) is not None), None)
-        if family is not None:
-            found += _of_layer(path, layer, family, getattr(model, "config", None))
+        for group in () if family is None else family.smoothing:
+            there = [name for name in group.consumers if child_of(layer, name) is not None]
+            asked = all(getattr(config, name, None) == value for name, value in group.where.items())
+            if family is not None and asked and there and child_of(layer, group.source) is not None:
+                found.append(_resolved(path, group, family, config))
     return found
-
-
-def _of_layer(path: str, layer: nn.Module, family: Family, config: Any) -> Iterator[SmoothingGroup]:
-    config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    for group in family.smoothing:
-        there = [name for name in group.consumers if child_of(layer, name) is not None]
-        asked = all(getattr(config, name, None) == value for name, value in group.where.items())
-        if asked and there and child_of(layer, group.source) is not None:
-            yield _resolved(path, group, family, config)
 
 
 def _resolved(path: str, group: Smoothing, family: Family, config: Any) -> SmoothingGroup:
@@ -61,10 +51,9 @@ def _resolved(path: str, group: Smoothing, family: Family, config: Any) -> Smoot
     role = next((role for pattern, role in family.roles.items() if fnmatchcase(place, pattern)), "")
     rows = OF_ONE.get(role, "all")
     rows = "values by head" if rows == "values" and family.by_head else rows
-    makes_values = role in ("v_proj", "qkv_proj")
-    size = (
-        (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) if makes_values else 0
-    )
+    size = 0
+    if role in ("v_proj", "qkv_proj"):
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     names = ", ".join(name.rpartition(".")[2] for name in group.consumers)
     kind = f"{group.source.rpartition('.')[2]} -> {names}"
     return SmoothingGroup(

@@ -35,7 +35,8 @@ def windows(
     samples, length = (given if given is not None else usual for given, usual in ((samples, SAMPLES), (length, LENGTH)))
     if samples < 1 or length < 1:
         raise LoadError(f"calibrating takes one window of one token at least, not {samples} of {length}")
-    length = min(length, _longest(model))
+    most = getattr(text_config(getattr(model, "config", None)), "max_position_embeddings", None)
+    length = min(length, most if isinstance(most, int) and most > 0 else LENGTH)
     if data is None:
         if samples * length < LEAST or length < 2:
             raise LoadError(f"{samples} windows of {length} tokens are fewer than the {LEAST} to calibrate on")
@@ -56,11 +57,6 @@ def windows(
 
 def _batch(ids: Tensor) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-
-
-def _longest(model: nn.Module) -> int:
-    most = getattr(text_config(getattr(model, "config", None)), "max_position_embeddings", None)
-    return most if isinstance(most, int) and most > 0 else LENGTH
 
 
 def texts(data: Any) -> Iterator[str]:

@@ -175,7 +175,7 @@ class DeviceMap(Placement):
 
     def check_room(self, plan: Any) -> None:
         rounded = [entry for entry in plan.replaced if entry.replacer.rounds and entry.choice is not None]
-        spilled = [entry for entry in rounded if (place := self._place(entry)) is not None and place.waits == "disk"]
+        spilled = [entry for entry in rounded if (place := self.places.get(entry.site.path)) and place.waits == "disk"]
         needed = sum(entry.choice.resident_after for entry in spilled)
         for folder in {folder_of(aligning(entry.site.original)) for entry in spilled}:
             if needed > (free := shutil.disk_usage(folder).free):
@@ -188,16 +188,13 @@ class DeviceMap(Placement):
                     "it on a device, or use a recipe that replaces its linear layers"
                 )
         for device in dict.fromkeys(place.device for place in self.places.values()):
-            here = [entry for entry in rounded if self._place(entry) in (Place(device), None)]
+            here = [entry for entry in rounded if self.places.get(entry.site.path) in (Place(device), None)]
             needed, room = sum(entry.choice.resident_after for entry in here), free_bytes(device)
             if room is not None and needed > room:
                 raise PatchError(
                     f"{device} has {human(room)} free, and the replacements of its part take {human(needed)} beside "
                     "the originals; give it fewer layers in the map (max_memory), or free memory there"
                 )
-
-    def _place(self, entry: Any) -> Place | None:
-        return self.places.get(entry.site.path)
 
     def lines(self) -> list[str]:
         if len(set(self.places.values())) < 2 and not any(place.waits for place in self.places.values()):

@@ -123,20 +123,11 @@ def _places(module: nn.Module, shared: frozenset[str]) -> Iterator[tuple[dict[st
         yield from ((table, name) for name in list(table) if name not in shared and name != FOLLOWS)
     attributes = vars(module)
     for name in list(attributes):
-        if name not in OF_MODULES and not isinstance(attributes[name], nn.Module) and has_tensors(attributes[name]):
+        value = attributes[name]
+        if name in OF_MODULES or isinstance(value, nn.Module):
+            continue
+        if mapped(value, Tensor.detach) is not value:  # it has tensors
             yield attributes, name
-
-
-def has_tensors(value: Any) -> bool:
-    """Whether there is a tensor in a value that `mapped` would find."""
-    found: list[Tensor] = []
-
-    def seen(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    mapped(value, seen)
-    return bool(found)
 
 
 class OffloadHook(AlignDevicesHook):

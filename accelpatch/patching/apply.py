@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +17,7 @@ from accelpatch.patching.change import Absent, Change, SettingsChange
 from accelpatch.patching.entry import Entry
 from accelpatch.patching.host_copies import HostCopies
 from accelpatch.patching.match import inner_name
-from accelpatch.patching.placement import WHOLE, Placement
+from accelpatch.patching.placement import Placement
 from accelpatch.patching.plan import Plan
 from accelpatch.patching.stored import WithheldHook, set_aside, taken_over, unpacking_hooks
 from accelpatch.report import Report
@@ -120,22 +120,9 @@ class Handle:
             change.revert()
 
 
-def build_all(
-    plan: Plan, at_hand: Mapping[str, Built], progress: Callable[[int, int], None], stats: Mapping[str, Any],
-    placement: Placement = WHOLE,
-) -> Iterator[Built]:  # fmt: skip
-    """Build the replacements of `plan` one by one; the model is not touched. Raises PatchError with the site's name.
-
-    at_hand: path -> replacement of those sites that are built already. stats: path -> what `build` is given. placement:
-    what is offloaded is read for its own site alone, and its replacement offloaded in its place.
-    """
-    entries = plan.replaced
-    for done, entry in enumerate(entries):
-        yield at_hand.get(entry.site.path) or _placed(entry, placement, stats.get(entry.site.path))
-        progress(done + 1, len(entries))
-
-
-def _placed(entry: Entry, placement: Placement, stats: Any) -> Built:
+def placed(entry: Entry, placement: Placement, stats: Any) -> Built:
+    """Build a site's replacement. What is offloaded is read for this site alone, and its replacement offloaded in its
+    place. Raises PatchError with the site's name."""
     originals = [member.original for member in (entry.site, *entry.site.tied)]
     with naming(entry.site.path, "its offloaded weights were read"), placement.readable(originals):
         made = built(entry, stats=stats)
@@ -158,7 +145,12 @@ def _build(entry: Entry, held: Any, stats: Any) -> Built:
         new = taken_over(site, replacer, choice)
     else:
         new = replacer.build(site, choice, stats) if held is None else replacer.restore(site, choice, held)
-    _check_subclass(nn.Linear if entry.as_stored else type(site.original), new)
+    old_class = nn.Linear if entry.as_stored else type(site.original)
+    if not isinstance(new, old_class):  # by which transformers and PEFT find modules
+        raise PatchError(
+            f"the replacement {type(new).__name__} is no subclass of {old_class.__name__}, so hidden states and "
+            "adapters would not find it; derive it from the class that it replaces"
+        )
     modules = [(site.original, new, site.places)]
     for tied in site.tied:
         modules.append((tied.original, replacer.build_tied(site, tied, new), tied.places))
@@ -166,15 +158,6 @@ def _build(entry: Entry, held: Any, stats: Any) -> Built:
         made.training = old.training
         made.__dict__.update({PATH: places[0], ROLE: site.role})
     return Built(replace(entry, choice=replacer.prefetchable(site, choice, new)), modules)
-
-
-def _check_subclass(old: type[nn.Module], new: nn.Module) -> None:
-    """Raise PatchError unless `new` is an instance of `old`, by which transformers and PEFT find modules."""
-    if not isinstance(new, old):
-        raise PatchError(
-            f"the replacement {type(new).__name__} is no subclass of {old.__name__}, so hidden states and "
-            "adapters would not find it; derive it from the class that it replaces"
-        )
 
 
 @contextmanager
@@ -214,9 +197,8 @@ def commit(
     handle = Handle(plan.detached(), changes, keep_original, report)
     handle.hooks = [vars(module)["_hf_hook"] for module in model.modules() if "_hf_hook" in vars(module)]
     for owner, name, value in (*attributes, (model, HANDLE, handle)):
-        changes.append(
-            Change(owner, name, type(owner) if name == "__class__" else vars(owner).get(name, Absent), value)
-        )
+        before = type(owner) if name == "__class__" else vars(owner).get(name, Absent)
+        changes.append(Change(owner, name, before, value))
     try:
         for change in changes:
             change.apply()
@@ -230,7 +212,7 @@ def commit(
 
 def settle(
     handle: Handle, built: list[Built], copies: HostCopies, progress: Callable[[str, int, int], None],
-    placement: Placement = WHOLE,
+    placement: Placement,
 ) -> None:  # fmt: skip
     """The last step of a patch: free the original weights, or keep them in host memory (`keep_original="cpu"`).
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 
 class Call(NamedTuple):
@@ -42,6 +43,33 @@ def floats(value: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
+def _hooked(
+    modules: Mapping[str, nn.Module], before: Callable[[str, Call], None], after: Callable[[str, Any], None],
+    own: bool,
+) -> Iterator[None]:  # fmt: skip
+    """Context manager: calls `before(path, call)` and `after(path, output)` at each call of these modules.
+
+    own: with the output of the module's own forward, before the user's hooks change it.
+    """
+    handles: list[RemovableHandle] = []
+    try:
+        for path, module in modules.items():
+
+            def first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = path) -> None:
+                before(path, Call(args, kwargs))
+
+            def last(_: nn.Module, args: tuple[Any, ...], output: Any, path: str = path) -> None:
+                after(path, output)
+
+            handles.append(module.register_forward_pre_hook(first, with_kwargs=True))
+            handles.append(module.register_forward_hook(last, prepend=own))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
 def recording(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
     """Context manager: records every call of `modules` (path -> module) in the returned dict path -> calls.
 
@@ -50,61 +78,31 @@ def recording(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]
     """
     calls: dict[str, list[Call]] = {path: [] for path in modules}
 
-    def before(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls[path].append(copied(Call(args, kwargs)))
+    def after(path: str, output: Any) -> None:
+        given = tuple(tensor.detach().clone() for tensor in floats(output))
+        calls[path][-1] = calls[path][-1]._replace(outputs=given)
 
-        return hook
-
-    def after(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            given = tuple(tensor.detach().clone() for tensor in floats(output))
-            calls[path][-1] = calls[path][-1]._replace(outputs=given)
-
-        return hook
-
-    handles = []
-    try:
-        for path, module in modules.items():
-            handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
-            handles.append(module.register_forward_hook(after(path), prepend=True))
+    with _hooked(modules, lambda path, call: calls[path].append(copied(call)), after, own=True):
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def observing(
     model: nn.Module, paths: Sequence[str], see: Callable[[str, Tensor], None],
-    outputs: Collection[str] = (), see_output: Callable[[str, Tensor], None] | None = None,
+    outputs: Collection[str], see_output: Callable[[str, Tensor], None],
 ) -> Iterator[None]:  # fmt: skip
     """Context manager: `see(path, x)` gets the input of every call of these modules, `see_output(path, y)` the output
     of those among `outputs`; nothing is kept."""
 
-    def before(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            see(path, args[0] if args else next(iter(kwargs.values())))
+    def before(path: str, call: Call) -> None:
+        see(path, call.args[0] if call.args else next(iter(call.kwargs.values())))
 
-        return hook
+    def after(path: str, output: Any) -> None:
+        if path in outputs:
+            see_output(path, next(floats(output)))
 
-    def after(path: str, see: Callable[[str, Tensor], None]) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            see(path, next(floats(output)))
-
-        return hook
-
-    handles = []
-    try:
-        for path in paths:
-            module = model.get_submodule(path)
-            handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
-            if see_output is not None and path in outputs:
-                handles.append(module.register_forward_hook(after(path, see_output)))
+    with _hooked({path: model.get_submodule(path) for path in paths}, before, after, own=False):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def run(

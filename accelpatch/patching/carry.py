@@ -45,13 +45,12 @@ class Swap:
     def of(cls, old: nn.Module, new: nn.Module) -> Swap:
         """Record the state of both modules; call it after all swaps are made."""
         held = {"": (vars(old), vars(new))} | {table: (vars(old)[table], vars(new)[table]) for table in TABLES}
-        common = {table: _shared(*pair) for table, pair in held.items()} | {"_modules": dict(new._modules)}
+        common = {
+            table: {name: one for name, one in now.items() if name in was and was[name] is one}
+            for table, (was, now) in held.items()
+        } | {"_modules": dict(new._modules)}
         own = {table: frozenset(now.keys() - common[table].keys()) for table, (_, now) in held.items()}
         return cls(old, new, common, own, type(new))
-
-
-def _shared(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in new.items() if name in old and old[name] is value}
 
 
 def why_not(model: nn.Module, swaps: Sequence[Swap], hooks: Sequence[Any], forced: bool) -> str | None:
@@ -98,15 +97,6 @@ def listed(paths: Sequence[str]) -> str:
     """The first LISTED paths and the number of the others, for a message."""
     more = f" and {len(paths) - LISTED} more" if len(paths) > LISTED else ""
     return ", ".join(path or "the model itself" for path in paths[:LISTED]) + more
-
-
-def carry(swaps: Iterable[Swap], forced: bool = False) -> list[nn.Module]:
-    """Write each replacement's changes into its original; returns the replacements whose packed weights were written.
-
-    A replacement with packed tensors does part of this in its `hand_back(original)`, which returns whether its weight
-    was written since the patch. Such weights come back with the values that the replacement computed with.
-    """
-    return [swap.new for swap in swaps if _carried(swap, forced)]
 
 
 def _carried(swap: Swap, forced: bool) -> bool:
@@ -179,7 +169,12 @@ def put_back(model: nn.Module, swaps: Iterable[Swap]) -> None:
 
 
 def refuse_or_carry(model: nn.Module, swaps: Sequence[Swap], hooks: Sequence[Any], forced: bool) -> list[nn.Module]:
-    """`carry`, unless `why_not` has a reason: then PatchError with it."""
+    """Write each replacement's changes into its original; returns the replacements whose packed weights were written.
+
+    A replacement with packed tensors does part of this in its `hand_back(original)`, which returns whether its weight
+    was written since the patch. Such weights come back with the values that the replacement computed with. Raises
+    PatchError where `why_not` has a reason.
+    """
     if reason := why_not(model, swaps, hooks, forced):
         raise PatchError(f"the model stays patched: {reason}")
-    return carry(swaps, forced)
+    return [swap.new for swap in swaps if _carried(swap, forced)]

@@ -1,9 +1,11 @@
-"""The decision about one site of a plan."""
+"""The decision about one site of a plan; and that each parameter has one owner: a replaced module that takes all that
+is in it leaves nothing to other rules."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from accelpatch.errors import PlanError
 from accelpatch.patching.replacer import Choice, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.recipe.recipe import Rule
@@ -59,3 +61,18 @@ class Entry:
             by_modules=choice.note if choice and choice.fused is False else None,
             stored=None if site.stored is None else site.stored.words,
         )  # fmt: skip
+
+
+def check_owners(entries: list[Entry]) -> None:
+    """Raise PlanError where a replaced parent and a child's replacement would own the same weight."""
+    replaced = [(entry, entry.replacer) for entry in entries if entry.replacer is not None]
+    owners = {place: (other.site.path, by) for other, by in replaced for place in other.site.places}
+    for entry, replacer in replaced:
+        parts = [path.split(".") for path in entry.site.paths]
+        for place in (".".join(path[:end]) for path in parts for end in range(len(path) - 1, 0, -1)):
+            path, owner = owners.get(place, ("", None))
+            if owner is not None and not owner.consumes & (entry.site.roles | {"*"}):
+                raise PlanError(
+                    f"two owners of one parameter: {owner.name} takes {path} with all that is in it, and "
+                    f"{replacer.name} takes {entry.site.path}; drop one of the two rules"
+                )

@@ -76,7 +76,7 @@ class Extent:
         return calls if self.level == FULL or first or not own else calls[-2:-1] or calls
 
 
-AS_USUAL = Extent()
+UNVERIFIED = Extent(OFF)
 
 
 def first_of_kind(plan: Plan) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,16 +18,14 @@ from accelpatch.patching.plan import Plan
 from accelpatch.patching.site import Site
 from accelpatch.patching.stored import Stored, WithheldHook, bias_of, unpacking_hooks
 
-Reasons = Mapping[str, str]  # path of a site -> why it runs by its formula
-
 
 def taken_over(plan: Plan) -> list[Site]:
     """The sites of a plan whose weight is taken over as it is stored."""
     return [entry.site for entry in plan.replaced if entry.as_stored]
 
 
-def reasons(sites: Iterable[Site]) -> Reasons:
-    """Which modules with a stored weight run by the formula of their format, and why.
+def reasons(sites: Iterable[Site]) -> dict[str, str]:
+    """Which modules with a stored weight run by the formula of their format, and why, by the paths of their sites.
 
     One module of each kind is called with zeros, to see whether its own kernel runs here.
     """
@@ -59,17 +57,12 @@ def _cannot_run(site: Site) -> str:
     return ""
 
 
-def notes(sites: Iterable[Site], found: Reasons) -> list[str]:
-    """A line for each reason."""
-    stored = {site.path: site.stored for site in sites}
-    counts = Counter((one.words, why) for path, why in found.items() if (one := stored[path]) is not None)
-    return [f"compared by its formula: {words} ({count} times), for {why}" for (words, why), count in counts.items()]
-
-
 @contextmanager
-def by_formula(model: nn.Module, sites: Sequence[Site], found: Reasons) -> Iterator[None]:
-    """Context manager: modules of these sites with a reason in `found` compute x w^T + bias by the formula of their
-    format, and no hook of the model unpacks any."""
+def by_formula(model: nn.Module, sites: Sequence[Site]) -> Iterator[list[str]]:
+    """Context manager: modules of these sites whose own forward must not or cannot run compute x w^T + bias by the
+    formula of their format, and no hook of the model unpacks any. Yields what the report should say."""
+    found = reasons(sites)
+    counts = Counter((site.stored.words, found[site.path]) for site in sites if site.stored and site.path in found)
     changes = [WithheldHook(model, name, None, None) for name in unpacking_hooks(model, sites)]
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
@@ -81,7 +74,7 @@ def by_formula(model: nn.Module, sites: Sequence[Site], found: Reasons) -> Itera
                 name = "_old_forward" if "_hf_hook" in own else "forward"  # accelerate's forward calls that
                 before.append((own, name, own.get(name)))
                 own[name] = partial(_forward, site.original, site.stored)
-        yield
+        yield [f"compared by its formula: {words} ({n} times), for {why}" for (words, why), n in counts.items()]
     finally:
         for own, name, forward in reversed(before):
             if forward is None:

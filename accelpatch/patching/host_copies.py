@@ -155,21 +155,17 @@ class _Lane:
 
 
 def _copy_of(source: Tensor) -> Tensor:
-    """`_begun` as an inference tensor if the source is one, since a parameter's data must stay of its kind."""
-    with torch.inference_mode(source.is_inference()):
-        return _begun(source)
-
-
-def _begun(source: Tensor) -> Tensor:
     """Host memory of the source's shape, not touched yet; from LARGE bytes in huge pages, which cost fewer page faults.
 
-    A source that is not contiguous is copied at once.
+    A source that is not contiguous is copied at once. An inference tensor if the source is one, since a parameter's
+    data must stay of its kind.
     """
-    if not source.is_contiguous():
-        return source.to("cpu", copy=True)
-    if source.nbytes < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(source.shape, dtype=source.dtype, device="cpu")  # whatever torch's default device is
-    memory = mmap.mmap(-1, source.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a system without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(source.dtype).view(source.shape)
+    with torch.inference_mode(source.is_inference()):
+        if not source.is_contiguous():
+            return source.to("cpu", copy=True)
+        if source.nbytes < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+            return torch.empty(source.shape, dtype=source.dtype, device="cpu")  # whatever torch's default device is
+        memory = mmap.mmap(-1, source.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a system without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8).view(source.dtype).view(source.shape)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from accelpatch.errors import VerifyError
-from accelpatch.patching.capture import Call
-from accelpatch.patching.stages import Captured
 from accelpatch.patching.verify import SiteErrors
 from accelpatch.recipe.recipe import Recipe
 from accelpatch.report import Report, SiteRecord
@@ -17,24 +15,15 @@ def layer_records(report: Report) -> dict[int, SiteRecord]:
     return {int(record.path.rpartition(".")[2]): record for record in report.sites if record.fused is not None}
 
 
-def layer_calls(report: Report, captured: Captured) -> dict[int, Sequence[Call]]:
-    """Index of a layer -> the recorded calls of its original."""
-    return {place: captured.calls.get(record.path, []) for place, record in layer_records(report).items()}
-
-
 def record_layers(
-    report: Report,
-    recipe: Recipe,
-    errors: Mapping[int, SiteErrors],
-    failed: Mapping[int, str],
+    records: Mapping[int, SiteRecord], recipe: Recipe, errors: Mapping[int, SiteErrors], failed: Mapping[int, str],
     unfused: Mapping[int, str],
-) -> None:
-    """Write into the report what runs each layer.
+) -> None:  # fmt: skip
+    """Write into `layer_records` what runs each layer.
 
     errors: of fused layers in a prompt and cached steps. failed: why of those over their bound. unfused: why of those
     that could not be fused. Raises VerifyError for a failed layer, if the recipe says `on_failure: error`.
     """
-    records = layer_records(report)
     for place, found in errors.items():
         record = records[place]
         record.kernel_error, record.kernel_bound, record.steps = found.kernel_error, found.kernel_bound, True

@@ -14,7 +14,7 @@ from torch import nn
 
 from accelpatch import own_code
 from accelpatch.patching.site import Site
-from accelpatch.patching.stored import Known, Stored, nothing
+from accelpatch.patching.stored import Known, nothing
 from accelpatch.recipe.recipe import Match, Recipe, Rule
 
 ATTENTION = "attention"  # role of modules that compute attention, not of those around them
@@ -46,13 +46,12 @@ def sites(
     for path, module in model.named_modules(remove_duplicate=False):
         places.setdefault(id(module), []).append(path)
         modules[id(module)] = module
-    head = wrapped(output_embeddings(model))
+    head = wrapped(getattr(model, "get_output_embeddings", lambda: None)())
     named = list(model.named_modules(remove_duplicate=False))
     adapters = {path: inner for path, module in named if (inner := inner_name(module)) is not None}
     changed = _adapted(module for _, module in named)
     share = active_share(model)
-    counted: set[int] = set()
-    found: dict[int, Site] = {}
+    counted, found = set[int](), dict[int, Site]()
     dtype = _dtype_of(model)
     for key, module in modules.items():
         path = named_without(adapters, places[key][0])
@@ -61,7 +60,9 @@ def sites(
         stored = None if inner_name(module) else known(module)
         if stored is not None:
             role = "linear" if role == "other" and path else role
-            found[key] = _stored_site(places[key], module, role, stored, dtype)
+            facts: Any = {"n": stored.n, "k": stored.k, "bytes": stored.bytes, "token_bytes": stored.bytes}
+            site = _site(places[key], module, role, [], share, counted)
+            found[key] = replace(site, **facts, dtype=dtype, stored=stored)
         elif own or role != "other":
             found[key] = _site(places[key], module, role, own, share, counted)
         if key in found and key in changed:
@@ -116,12 +117,6 @@ def named_without(adapters: Mapping[str, str], path: str) -> str:
     return "" if inner is not None else ".".join(kept)
 
 
-def output_embeddings(model: nn.Module) -> nn.Module | None:
-    """The module that computes the logits, or None."""
-    getter = getattr(model, "get_output_embeddings", None)
-    return getter() if getter is not None else None
-
-
 def text_config(model: nn.Module) -> Any:
     """The configuration of the model's language part, or None."""
     config: Any = getattr(model, "config", None)
@@ -144,7 +139,8 @@ def role_of(path: str, module: nn.Module, roles: Mapping[str, str], head: nn.Mod
     for pattern, role in roles.items():
         if fnmatchcase(numberless, pattern):
             return role
-    if any(is_stack(p) for p in module._parameters.values()) and not is_convolution(module):
+    stacks = [p for p in module._parameters.values() if p is not None and p.dim() == 3 and p.shape[0] > 1]
+    if stacks and not isinstance(module, nn.modules.conv._ConvNd):  # [1, ...] is a token or a position table
         return "experts"
     if isinstance(module, nn.Embedding):
         return "embedding"
@@ -154,16 +150,6 @@ def role_of(path: str, module: nn.Module, roles: Mapping[str, str], head: nn.Mod
     role = next((role for end, role in CLASS_ROLES if name.endswith(end)), "other")
     around = any(type(child).__name__.endswith("Attention") for child in module.children())
     return "other" if role == ATTENTION and around else role
-
-
-def is_stack(parameter: nn.Parameter | None) -> bool:
-    """Whether a parameter holds several matrices; a 3-D one of shape [1, ...] is a token or a position table."""
-    return parameter is not None and parameter.dim() == 3 and parameter.shape[0] > 1
-
-
-def is_convolution(module: nn.Module) -> bool:
-    """Whether the module's 3-D weight is that of a convolution, not a stack of experts."""
-    return isinstance(module, nn.modules.conv._ConvNd)
 
 
 def _site(
@@ -183,14 +169,6 @@ def _site(
     names = tuple(cls.__name__ for cls in type(module).__mro__ if cls is not object)
     dtype = str(own[0].dtype).removeprefix("torch.") if own else ""
     return Site(paths[0], module, role, names, n, k, size, token, dtype, tuple(paths))
-
-
-def _stored_site(paths: list[str], module: nn.Module, role: str, stored: Stored, dtype: str) -> Site:
-    names = tuple(cls.__name__ for cls in type(module).__mro__ if cls is not object)
-    return Site(
-        paths[0], module, role, names, stored.n, stored.k, stored.bytes, stored.bytes, dtype, tuple(paths),
-        stored=stored,
-    )  # fmt: skip
 
 
 def _dtype_of(model: nn.Module) -> str:

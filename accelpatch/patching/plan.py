@@ -13,17 +13,15 @@ from accelpatch.device import Device
 from accelpatch.errors import PlanError
 from accelpatch.own_code.wrapped_forward import has_own_forward
 from accelpatch.patching import groups as smoothing
-from accelpatch.patching.entry import Entry
+from accelpatch.patching.entry import Entry, check_owners
 from accelpatch.patching.groups import Group
-from accelpatch.patching.kv_cache import cache_size
-from accelpatch.patching.match import ATTENTION, matches, rule_for, sites
-from accelpatch.patching.owners import check_owners
+from accelpatch.patching.match import ATTENTION, matches, rule_for, sites, text_config
 from accelpatch.patching.placement import WHOLE, Placement
 from accelpatch.patching.replacer import Choice, Reason, Replaced, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.patching.stored import Known, float_site, nothing
 from accelpatch.recipe.recipe import Recipe, Rule
-from accelpatch.report import Report, bytes_line, fused_lines, human, site_table
+from accelpatch.report import Report, human
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,18 +115,7 @@ class Plan:
         verdict = "fits" if self.fits else "does NOT fit"
         cache = f" + cache {human(self.cache_bytes)} at {self.max_length} tokens" if self.cache_bytes else ""
         memory = f"memory: weights {human(self.resident_bytes)}{cache} {verdict} {human(self.device.memory)}"
-        return "\n".join(
-            [
-                f"{self.model} with recipe {self.recipe.name} on {self.device.name} ({self.device.arch})",
-                *fused_lines(report.sites),
-                "",
-                site_table(report.sites),
-                "",
-                bytes_line(report.token_bytes, report.resident_bytes),
-                memory,
-                *report.notes,
-            ]
-        )
+        return "\n".join([*report.lines(f" ({self.device.arch})"), memory, *report.notes])
 
 
 def make_plan(
@@ -190,7 +177,8 @@ def _decide(site: Site, recipe: Recipe, device: Device, registry: Mapping[str, R
     rule = rule_for(site, recipe)
     if rule is None:
         if site.role == "experts":
-            return Entry(site, None, reason=f"{_stack(site)} expert weights: no replacer takes them yet")
+            shapes = [str(list(p.shape)) for p in site.original._parameters.values() if p is not None and p.dim() == 3]
+            return Entry(site, None, reason=f"{' and '.join(shapes)} expert weights: no replacer takes them yet")
         return Entry(site, None, reason="no rule of the recipe matches")
     if rule.replace == "keep":
         return Entry(site, rule, reason="kept by the recipe")
@@ -277,6 +265,22 @@ def _propose_stored(site: Site, replacer: Replacer, device: Device) -> Choice | 
     return replace(answer, bytes_before=site.token_bytes) if isinstance(answer, Choice) else answer
 
 
-def _stack(site: Site) -> str:
-    weights = [p for p in site.original._parameters.values() if p is not None and p.dim() == 3]
-    return " and ".join(str(list(p.shape)) for p in weights)
+def cache_size(model: nn.Module, wanted: int | None) -> tuple[int | None, int]:
+    """(tokens, bytes) of a batch-1 KV cache in the model's dtype: 2 x layers x KV heads x head size x tokens.
+
+    wanted: the length in tokens; None: the model's maximum, but at most 4096. (None, 0) for models without a KV cache.
+    """
+    text = text_config(model)
+    layers, heads, hidden = (_count(text, f) for f in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    if not (layers and heads and hidden) or getattr(text, "is_encoder_decoder", False):
+        return None, 0
+    length = wanted or min(_count(text, "max_position_embeddings") or 2048, 4096)
+    size, kv = _count(text, "head_dim") or hidden // heads, _count(text, "num_key_value_heads") or heads
+    width = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
+    return length, 2 * layers * kv * size * length * width
+
+
+def _count(config: Any, name: str) -> int:
+    """A positive integer of the configuration; 0 where it is missing or of another kind (vision models have lists)."""
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and value > 0 else 0

@@ -6,29 +6,26 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from accelpatch.errors import FOREIGN, RecipeError, VerifyError
-from accelpatch.patching.apply import Built, build_all, naming
+from accelpatch.patching.apply import Built, naming, placed
 from accelpatch.patching.capture import Call, recording, run
 from accelpatch.patching.entry import Entry
-from accelpatch.patching.extent import AS_USUAL, Extent, first_of_kind, is_layer
+from accelpatch.patching.extent import Extent, first_of_kind, is_layer
 from accelpatch.patching.groups import with_groups
-from accelpatch.patching.placement import WHOLE, Placement
 from accelpatch.patching.plan import Plan
+from accelpatch.patching.request import Request
 from accelpatch.patching.stored import BOUND
 from accelpatch.patching.verify import UNITS, Checking, SiteErrors, compare_logits, site_errors
-from accelpatch.progress import Reports
+from accelpatch.progress import Progress, Reports
 from accelpatch.recipe.recipe import Recipe
 from accelpatch.recipe.schema import Bound, Units
 from accelpatch.report import Report, Verification
 
-Progress = Callable[[str, int, int], None]
 Samples = Sequence[Mapping[str, Any]]
 DEVICE_LOST = getattr(torch, "AcceleratorError", ())  # a failed device does not mean that the inputs are wrong
 
@@ -61,23 +58,21 @@ class Captured:
 NOT_VERIFIED = Captured(missing="verification was switched off")
 
 
-def capture(
-    model: nn.Module, plan: Plan, given: Samples | None, made: Callable[[nn.Module], list[Any]], progress: Progress,
-    extent: Extent = AS_USUAL,
-) -> Captured:  # fmt: skip
+def capture(model: nn.Module, request: Request, made: Callable[[nn.Module], list[Any]]) -> Captured:
     """Run the original on sample inputs and record every call of the sites that are verified: of the modules that are
     in the model now, under the sites' paths.
 
-    given: the user's samples. made: makes lists of candidate samples; the first list that the model accepts is used.
+    made: makes lists of candidate samples where the user gave none; the first list that the model accepts is used.
     Where it accepts none, nothing can be verified: a warning, or VerifyError if the recipe says `on_failure: error`.
     """
-    first = first_of_kind(plan)
+    plan, progress, first = request.planned, request.watch, first_of_kind(request.planned)
     watched = [
-        entry for entry in plan.replaced
-        if extent.sites or first[entry.site.path] == entry.site.path or is_layer(entry)  # whose steps are checked
-    ]  # fmt: skip
-    if given is not None:
-        return replace(_recorded(model, watched, list(given), progress), own=False)
+        entry
+        for entry in plan.replaced
+        if request.extent.sites or first[entry.site.path] == entry.site.path or is_layer(entry)
+    ]
+    if request.inputs is not None:
+        return replace(_recorded(model, watched, list(request.inputs), progress), own=False)
     refusals, reports = list[str](), Reports(progress)
     for samples in made(model):
         try:
@@ -104,29 +99,28 @@ def _recorded(model: nn.Module, entries: Sequence[Entry], samples: Samples, prog
 
 
 def verified_build(
-    plan: Plan, captured: Captured, checking: Checking, progress: Progress, at_hand: Mapping[str, Built],
-    stats: Mapping[str, Any] = MappingProxyType({}), placement: Placement = WHOLE, extent: Extent = AS_USUAL,
-) -> tuple[list[Checked], Plan]:  # fmt: skip
+    request: Request, captured: Captured, checking: Checking, stats: Mapping[str, Any]
+) -> tuple[list[Checked], Plan]:
     """Build every replacement beside its original and verify it; the model is not touched.
 
-    at_hand: path -> replacement of sites that are built already, and whose originals are gone: their format error is
-    that of their weight, where it is known. stats: path -> statistics and smoothing that a site is built with.
-    placement: where the originals lie. extent: which of them are verified.
+    stats: path -> what a site is built with. The format error of what is at hand is that of its weight, if it is known.
 
     Returns the replacements within their bounds, and the plan with all others marked as kept (or raises VerifyError, as
     the recipe says). Without captured calls nothing is verified.
     """
+    plan, extent = request.planned, request.extent
     if captured.missing is None:
         check_bounds(plan)
     held, kinds, places = list[Checked](), first_of_kind(plan), Counter[str]()
     failed, seen = dict[str, str](), dict[str, Entry]()
-    for built in build_all(plan, at_hand, partial(progress, "build and verify"), stats, placement):
-        path = built.entry.site.path
+    for done, entry in enumerate(plan.replaced):
+        path = entry.site.path
+        built = request.at_hand.get(path) or placed(entry, request.placement, stats.get(path))
         with naming(path, "its replacement was verified"):
             place = places[kinds[path]] if kinds[path] not in failed else 0
             checked = _check(built, plan.recipe, captured, checking, stats.get(path), extent, place)
         if not extent.sites:
-            checked = _by_first(checked, kinds[path], path in at_hand)
+            checked = _by_first(checked, kinds[path], path in request.at_hand)
         seen[path], places[kinds[path]] = built.entry, places[kinds[path]] + 1
         problem = _problem(checked, plan.recipe, kinds[path] if kinds[path] in failed else None)
         if problem is None:
@@ -138,6 +132,7 @@ def verified_build(
         if not is_layer(built.entry):  # else they are needed once more
             for member in (built.entry.site, *built.entry.site.tied):
                 captured.calls.pop(member.path, None)
+        request.watch("build and verify", done + 1, len(plan.replaced))
     entries = tuple(seen.get(entry.site.path, entry) for entry in plan.entries)
     failed = with_groups(failed, plan.groups)
     held = [checked for checked in held if checked.built.entry.site.path not in failed]
@@ -257,9 +252,7 @@ def stage_report(plan: Plan, held: Sequence[Checked], paths: Mapping[str, int]) 
     return report
 
 
-def whole_model(
-    model: nn.Module, captured: Captured, report: Report, progress: Progress, extent: Extent
-) -> Verification | None:
+def whole_model(model: nn.Module, captured: Captured, report: Report, request: Request) -> Verification | None:
     """Run the patched model on the samples and compare its next-token logits with the original's.
 
     Returns None, with a note in the report, where there are no samples.
@@ -268,10 +261,10 @@ def whole_model(
         if captured.sought:
             report.notes.append(f"nothing is verified: {captured.missing}")
         return None
-    result = Verification()
+    result, extent = Verification(), request.extent
     if extent.whole:
         with naming(type(model).__name__, "the patched model was compared with the original"):
-            after = run(model, captured.samples, lambda done, total: progress("check", done, total))
+            after = run(model, captured.samples, lambda done, total: request.watch("check", done, total))
             result = compare_logits(captured.outputs, after, [_mask(sample) for sample in captured.samples])
     kernel = [site.kernel_share for site in report.sites if site.kernel_share is not None and not site.steps]
     steps = [site.kernel_share for site in report.sites if site.kernel_share is not None and site.steps]

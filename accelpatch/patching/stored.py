@@ -85,17 +85,14 @@ def like_float(module: nn.Module, n: int, k: int, dtype: torch.dtype, device: to
         bias = getattr(module, table).get("bias")
         if bias is not None:
             new._parameters.pop("bias", None)
-            same = bias.dtype == dtype or device is None
-            getattr(new, table)["bias"] = bias if same else _cast(bias, dtype)
+            if bias.dtype != dtype and device is not None:
+                made = bias.detach().to(dtype)
+                bias = nn.Parameter(made, bias.requires_grad) if isinstance(bias, nn.Parameter) else made
+            getattr(new, table)["bias"] = bias
     held = vars(module)
     names = (*HOOKS, *OF_HOOKS, "training", *(OF_ACCELERATE if "_hf_hook" in held else ()))
     new.__dict__.update({name: held[name] for name in names if name in held})
     return new
-
-
-def _cast(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    made = bias.detach().to(dtype)
-    return nn.Parameter(made, requires_grad=bias.requires_grad) if isinstance(bias, nn.Parameter) else made
 
 
 def bias_of(module: nn.Module) -> Tensor | None:

@@ -38,7 +38,7 @@ def four_bits(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> In
     """A linear layer[n, k] in nf4 or fp4. config: not read: its tensors say all."""
     name, state = _state(tensors, n, k)
     size = state["blocksize"]
-    codes = _bytes_of(_given(tensors, "weight"))
+    codes = _given(tensors, "weight").contiguous().flatten().view(torch.uint8)  # whatever dtype it is stored in
     if n * k % 2 or codes.numel() != n * k // 2:
         raise KernelError(f"weight has {codes.numel()} bytes, and {n} x {k} values of 4 bits belong here")
     q = ((codes & 15) << 4 | codes >> 4).view(torch.int8)
@@ -113,8 +113,3 @@ def _given(tensors: Tensors, name: str) -> Tensor:
     if found is None:
         raise KernelError(f"{name} is missing")
     return found
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """A tensor's bytes, whatever dtype it is stored in."""
-    return tensor.contiguous().flatten().view(torch.uint8)

@@ -17,10 +17,9 @@ from torch import Tensor
 from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.row_major import Int4Rows
 from accelpatch.kernels.ops.linear import int4_linear
-from accelpatch.quant.weight import grouped
+from accelpatch.quant.weight import fits_half, grouped
 
 ZERO_CODE = -120  # a byte of two symmetric zeros, u = 8
-_HALF = torch.finfo(torch.float16)
 
 
 def quantize(weight: Tensor, *, group_size: int, symmetric: bool = False, zero_point: bool = False) -> Int4Rows:
@@ -74,9 +73,7 @@ def _divide(groups: Tensor, scale: Tensor) -> Tensor:
 
 
 def _storage(values: Tensor) -> torch.dtype:
-    size = values.abs()
-    fits = (size <= _HALF.max) & ((size >= _HALF.smallest_normal) | (size == 0))
-    return torch.float16 if bool(fits.all()) else torch.float32
+    return torch.float16 if fits_half(values) else torch.float32
 
 
 def _store(scale: Tensor) -> Tensor:

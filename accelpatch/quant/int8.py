@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.kernels.layouts.row_major import Int8Rows
-from accelpatch.quant.weight import grouped, row_blocks
-
-_HALF = torch.finfo(torch.float16)
+from accelpatch.quant.weight import fits_half, grouped, row_blocks
 
 
 def quantize(weight: Tensor, *, group_size: int | None = None, half_scales: bool = False) -> Int8Rows:
@@ -22,13 +20,9 @@ def quantize(weight: Tensor, *, group_size: int | None = None, half_scales: bool
     infinity, and where group_size does not divide K.
     """
     groups = grouped(weight, group_size, "int8")
-    half = half_scales and _fits_half(groups.abs().amax(dim=2) / 127)
+    half = half_scales and fits_half(groups.abs().amax(dim=2) / 127)
     q, scale = zip(*(_rows(rows, half) for rows in row_blocks(groups)), strict=True)
     return Int8Rows(torch.cat(q), torch.cat(scale))
-
-
-def _fits_half(scale: Tensor) -> bool:
-    return bool(((scale <= _HALF.max) & ((scale >= _HALF.smallest_normal) | (scale == 0))).all())
 
 
 def _rows(groups: Tensor, half: bool) -> tuple[Tensor, Tensor]:

@@ -195,24 +195,22 @@ def made(
 
 
 def _words(tensors: Tensors, name: str, shape: tuple[int | None, ...]) -> Tensor:
-    found = _of_shape(tensors, name, shape)
-    if found.dtype != torch.int32:
-        raise KernelError(f"{name} is {found.dtype}, and int32 belongs here")
-    return found
+    return _checked(tensors, name, shape, (torch.int32,), "int32")
 
 
 def _float(tensors: Tensors, name: str, shape: tuple[int | None, ...]) -> Tensor:
-    found = _of_shape(tensors, name, shape)
-    if found.dtype not in FLOATS:
-        raise KernelError(f"{name} is {found.dtype}, and a float belongs here")
-    return found
+    return _checked(tensors, name, shape, FLOATS, "a float")
 
 
-def _of_shape(tensors: Tensors, name: str, shape: tuple[int | None, ...]) -> Tensor:
+def _checked(
+    tensors: Tensors, name: str, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], word: str
+) -> Tensor:
     found = tensors.get(name)
     if found is None:
         raise KernelError(f"{name} is missing")
     if found.dim() != 2 or any(due not in (None, size) for due, size in zip(shape, found.shape, strict=True)):
         due = ["any" if size is None else size for size in shape]
         raise KernelError(f"{name} is {list(found.shape)}, and {due} belongs here")
+    if found.dtype not in dtypes:
+        raise KernelError(f"{name} is {found.dtype}, and {word} belongs here")
     return found

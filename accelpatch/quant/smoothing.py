@@ -124,16 +124,11 @@ def factors(absmax: Tensor, weight_absmax: Tensor, alpha: float) -> Tensor:
 
     Raises KernelError for an alpha outside 0 to 1.
     """
-    check_alpha(alpha)
+    if not 0 <= alpha <= 1:
+        raise KernelError(f"alpha is {alpha:g}, and it is from 0 (weights stay) to 1 (activations become alike)")
     x, w = (one.float().clamp(min=LEAST) for one in (absmax, weight_absmax))
     s = (x.pow(alpha) / w.pow(1 - alpha)).clamp(min=LEAST)
     return torch.where((absmax == 0) | (weight_absmax == 0), 1.0, s)
-
-
-def check_alpha(alpha: float) -> None:
-    """Raise KernelError for an alpha outside 0 to 1."""
-    if not 0 <= alpha <= 1:
-        raise KernelError(f"alpha is {alpha:g}, and it is from 0 (weights stay) to 1 (activations become alike)")
 
 
 def searched(

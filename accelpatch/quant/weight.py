@@ -12,13 +12,19 @@ PARTS = ("q", "scale", "offset", "order", "input_scale")  # tensors of all forma
 BLOCK = 1 << 18  # elements per block of rows
 
 
-def check_finite(weight: Tensor, name: str) -> None:
+def fits_half(values: Tensor) -> bool:
+    """Whether all values are zero or of normal size in float16."""
+    half, size = torch.finfo(torch.float16), values.abs()
+    return bool(((size <= half.max) & ((size >= half.smallest_normal) | (size == 0))).all())
+
+
+def check_finite(weight: Tensor) -> None:
     """Raise KernelError, naming the first bad element, where `weight` holds NaN or infinity."""
     if not torch.isfinite(torch.stack(torch.aminmax(weight))).all():  # NaN propagates; makes no copy of the weight
         bad = ~torch.isfinite(weight)
         place, count = [int(i) for i in bad.nonzero()[0]], int(bad.sum())
         raise KernelError(
-            f"{name}{place} is {weight[tuple(place)].item()}, and {count} of {weight.numel()} values are not finite: "
+            f"weight{place} is {weight[tuple(place)].item()}, and {count} of {weight.numel()} values are not finite: "
             "a quantised weight cannot hold it; mend the checkpoint, or keep this site in the recipe (replace: keep)"
         )
 
@@ -32,7 +38,7 @@ def grouped(weight: Tensor, group_size: int | None, format_name: str) -> Tensor:
         raise KernelError(
             f"{format_name}: group_size {size} does not divide K = {weight.shape[1]}: choose one that does"
         )
-    check_finite(weight, "weight")
+    check_finite(weight)
     return weight.detach().to(torch.float32).contiguous().unflatten(1, (-1, size))
 
 

@@ -108,7 +108,11 @@ def load(recipe: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if isinstance(recipe, Mapping):
-        return parse(_as_yaml(recipe), source="the recipe that was given as a mapping")
+        try:
+            text = yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True)
+        except yaml.YAMLError as error:
+            raise RecipeError(f"it holds what YAML has no form for ({str(error).splitlines()[0]:.100})") from None
+        return parse(text, source="the recipe that was given as a mapping")
     if not isinstance(recipe, (str, Path)):
         raise ArgumentError(
             f'the recipe is {recipe!r:.80}: give the name of a bundled one, such as "int8", the path of a YAML file, '
@@ -117,16 +121,9 @@ def load(recipe: str | Path | Mapping[str, Any] | Recipe) -> Recipe:
     return _resolved(_locate(recipe))
 
 
-def _as_yaml(recipe: Mapping[str, Any]) -> str:
-    try:
-        return yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"it holds what YAML has no form for ({str(error).splitlines()[0]:.100})") from None
-
-
 def parse(text: str, *, source: str = "recipe") -> Recipe:
     """Parse a recipe from YAML text, in which ``extends`` may name bundled recipes only. Raises RecipeError."""
-    return _resolved(_Document(text, source, Path(source).stem, None))
+    return _resolved(_Document(text, source, None))
 
 
 def bundled() -> tuple[str, ...]:
@@ -179,16 +176,11 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_text)
 
 
-# --- finding and reading recipe files
-
-
 @dataclass(frozen=True)
 class _Document:
     data: str | bytes
     source: str
-    stem: str
     folder: Path | None  # paths in `extends` are relative to it
-    bundled: bool = False
 
 
 def _bundle() -> Traversable:
@@ -205,10 +197,9 @@ def _locate(name: str | Path) -> _Document:
     if isinstance(name, Path) or _is_path(name):
         return _from_file(Path(name))
     if name not in bundled():
-        message = f"no bundled recipe is called {shown(name)}; {suggest(name, bundled())}"
-        raise RecipeError(message)
+        raise RecipeError(f"no bundled recipe is called {shown(name)}; {suggest(name, bundled())}")
     data = (_bundle() / f"{name}.yaml").read_bytes()
-    return _Document(data, f"{name}.yaml", name, None, bundled=True)
+    return _Document(data, f"{name}.yaml", None)
 
 
 def _from_file(path: Path) -> _Document:
@@ -219,10 +210,7 @@ def _from_file(path: Path) -> _Document:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise RecipeError(f"cannot be read: {error}", source=str(path)) from None
-    return _Document(data, str(path), path.stem, path.parent)
-
-
-# --- from text to a recipe
+    return _Document(data, str(path), path.parent)
 
 
 def _resolved(document: _Document) -> Recipe:
@@ -244,7 +232,7 @@ def _resolved(document: _Document) -> Recipe:
 
 def _draft(document: _Document, chain: tuple[str, ...]) -> Draft:
     """The document merged over the recipe that it extends. chain: the sources that led to it, to detect cycles."""
-    draft = read_document(read(document.data, document.source), document.stem)
+    draft = read_document(read(document.data, document.source), Path(document.source).stem)
     if draft.extends is None:
         return draft
     base = _base(draft.extends, document)

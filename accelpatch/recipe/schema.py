@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accelpatch.recipe.yaml import Node, shown, suggest
@@ -33,19 +33,12 @@ class Units:
 
 
 Bound = float | Units
+Reader = Callable[[Node, str], Any]  # of a value and its key
 
 
 # A glob costs about (length of the site's name) x (length of the pattern); these keep the slowest one far below 1 ms.
 MAX_PATTERN = 200
 MAX_STARS = 8
-
-_RECIPE_KEYS = ("name", "description", "extends", "rules", "runtime", "verify", "calibrate")
-_RULE_KEYS = ("name", "match", "replace", "options", "otherwise", "optional")
-_MATCH_KEYS = ("role", "class", "name", "shape")
-_SHAPE_KEYS = ("min_n", "max_n", "min_k", "max_k")
-_RUNTIME_KEYS = ("cache", "graph", "max_length", "speculate")
-_VERIFY_KEYS = ("metric", "bound", "on_failure", "bounds")
-_CALIBRATE_KEYS = ("samples", "length", "alpha")
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _REPLACER = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -71,33 +64,23 @@ class Draft:
 
     node: Node
     name: str
-    description: str
-    extends: Node | None
-    rules: tuple[RuleDraft, ...]
-    runtime: Mapping[str, Any]
-    verify: Mapping[str, Any]
-    calibrate: Mapping[str, Any] | None
-    bounds: Mapping[str, Node]  # the places of the rule names in verify.bounds
+    description: str = ""
+    extends: Node | None = None
+    rules: tuple[RuleDraft, ...] = ()
+    runtime: Mapping[str, Any] = field(default_factory=dict)
+    verify: Mapping[str, Any] = field(default_factory=dict)
+    calibrate: Mapping[str, Any] | None = field(default_factory=dict)
+    bounds: Mapping[str, Node] = field(default_factory=dict)  # the places of the rule names in verify.bounds
 
 
 def read_document(node: Node, stem: str) -> Draft:
     """Check one document and return its fields. stem: the recipe's name if it gives none. Raises RecipeError."""
-    fields = node.mapping("a recipe", _RECIPE_KEYS)
+    fields = {"name": stem if _NAME.fullmatch(stem) else "recipe", **_given(node, "a recipe")}
     if "rules" not in fields and "extends" not in fields:
         raise node.error("a recipe needs the key 'rules', or 'extends'")
-    verify = fields["verify"].mapping("verify", _VERIFY_KEYS) if "verify" in fields else {}
-    calibrate = fields.get("calibrate")
-    return Draft(
-        node=node,
-        name=_word(fields["name"], "the name of a recipe", _NAME) if "name" in fields else _stem(stem),
-        description=fields["description"].text("description") if "description" in fields else "",
-        extends=fields.get("extends"),
-        rules=_rules(fields["rules"]) if "rules" in fields else (),
-        runtime=_runtime(fields["runtime"]) if "runtime" in fields else {},
-        verify=_verify(verify),
-        calibrate=_calibrate(calibrate) if calibrate is not None else {},
-        bounds=verify["bounds"].keys if "bounds" in verify else {},
-    )
+    if "bounds" in fields.get("verify", ()):
+        fields["bounds"] = node.value["verify"].value["bounds"].keys
+    return Draft(node, **fields)
 
 
 def merge(base: Draft, over: Draft) -> Draft:
@@ -145,19 +128,37 @@ def check_complete(draft: Draft) -> None:
             raise node.error(f"verify.bounds: no rule is named {shown(name)}; {suggest(name, names)}")
 
 
-def _stem(stem: str) -> str:
-    return stem if _NAME.fullmatch(stem) else "recipe"
+def _given(node: Node, what: str) -> dict[str, Any]:
+    """The fields of a mapping that are given, each as its reader in READERS has it."""
+    given = node.mapping(what, READERS[what])
+    return {key: read(given[key], key) for key, read in READERS[what].items() if key in given}
 
 
-def _word(node: Node, what: str, form: re.Pattern[str]) -> str:
-    text = node.text(what)
-    if not form.fullmatch(text):
-        raise node.error(f"{what} has the form {form.pattern}, not {shown(text)}")
-    return text
+def _word(what: str, form: re.Pattern[str]) -> Reader:
+    def read(node: Node, key: str) -> str:
+        text = node.text(what)
+        if not form.fullmatch(text):
+            raise node.error(f"{what} has the form {form.pattern}, not {shown(text)}")
+        return text
+
+    return read
 
 
-def _rules(node: Node) -> tuple[RuleDraft, ...]:
-    rules = tuple(_rule(item) for item in node.expect("rules", list))
+def _choice(known: Collection[str]) -> Reader:
+    return lambda node, key: node.choice(key, known)
+
+
+def _integer(least: int) -> Reader:
+    return lambda node, key: node.integer(key, least)
+
+
+def _each(read: Reader) -> Reader:
+    """Of a text, or of a list of texts."""
+    return lambda node, key: tuple(read(item, key) for item in node.words(key))
+
+
+def _rules(node: Node, key: str) -> tuple[RuleDraft, ...]:
+    rules = tuple(RuleDraft(_given(item, "a rule"), item) for item in node.expect(key, list))
     first: dict[str, Node] = {}
     for rule in rules:
         if rule.name in first:
@@ -166,29 +167,15 @@ def _rules(node: Node) -> tuple[RuleDraft, ...]:
     return rules
 
 
-def _rule(node: Node) -> RuleDraft:
-    given = node.mapping("a rule", _RULE_KEYS)
-    fields: dict[str, Any] = {}
-    if "name" in given:
-        fields["name"] = _word(given["name"], "the name of a rule", _NAME)
-    if "match" in given:
-        fields["match"] = _match(given["match"])
-    if "replace" in given:
-        fields["replace"] = _replacer(given["replace"])
-    if "options" in given:
-        options = given["options"].mapping("options")
-        for key in options:
-            _word(given["options"].keys[key], "the name of an option", _REPLACER)
-        fields["options"] = {key: value.plain() for key, value in options.items()}
-    if "otherwise" in given:
-        fields["otherwise"] = given["otherwise"].choice("otherwise", FALLBACKS)
-    if "optional" in given:
-        fields["optional"] = given["optional"].flag("optional")
-    return RuleDraft(fields, node)
+def _options(node: Node, key: str) -> dict[str, Any]:
+    options, check = node.mapping(key), _word("the name of an option", _REPLACER)
+    for name in node.keys.values():
+        check(name, key)
+    return {name: value.plain() for name, value in options.items()}
 
 
-def _replacer(node: Node) -> str:
-    text = node.text("replace")
+def _replacer(node: Node, key: str) -> str:
+    text = node.text(key)
     if not _REPLACER.fullmatch(text):
         raise node.error(
             f"replace names a registered replacer (a word such as int8_weight_only) or keep, not {shown(text)}; "
@@ -197,65 +184,26 @@ def _replacer(node: Node) -> str:
     return text
 
 
-def _match(node: Node) -> dict[str, Any]:
-    given = node.mapping("match", _MATCH_KEYS)
-    if not given:
+def _match(node: Node, key: str) -> dict[str, Any]:
+    fields = _given(node, key)
+    if not fields:
         raise node.error("match is empty; say which sites: role, class, name or shape (name: '*' is every site)")
-    fields: dict[str, Any] = {}
-    if "role" in given:
-        fields["role"] = tuple(item.choice("role", ROLES) for item in given["role"].words("role"))
-    if "class" in given:
-        fields["cls"] = tuple(_word(item, "the name of a class", _CLASS) for item in given["class"].words("class"))
-    if "name" in given:
-        fields["name"] = tuple(_pattern(item) for item in given["name"].words("name"))
-    if "shape" in given:
-        fields["shape"] = _shape(given["shape"])
-    return fields
+    return {"cls" if name == "class" else name: value for name, value in fields.items()}
 
 
-def _pattern(node: Node) -> str:
-    text = node.text("name")
+def _pattern(node: Node, key: str) -> str:
+    text = node.text(key)
     if not text or len(text) > MAX_PATTERN or text.count("*") > MAX_STARS:
         raise node.error(f"a name pattern has 1 to {MAX_PATTERN} characters and at most {MAX_STARS} stars")
     return text
 
 
-def _shape(node: Node) -> dict[str, int]:
-    given = node.mapping("shape", _SHAPE_KEYS)
-    shape = {key: value.integer(key, least=0) for key, value in given.items()}
+def _shape(node: Node, key: str) -> dict[str, int]:
+    shape = _given(node, key)
     for axis in ("n", "k"):
         if shape.get(f"min_{axis}", 0) > shape.get(f"max_{axis}", float("inf")):
             raise node.error(f"min_{axis} is over max_{axis}: no site can match")
     return shape
-
-
-def _runtime(node: Node) -> dict[str, Any]:
-    given = node.mapping("runtime", _RUNTIME_KEYS)
-    fields: dict[str, Any] = {}
-    if "cache" in given:
-        fields["cache"] = given["cache"].choice("cache", CACHES)
-    if "graph" in given:
-        fields["graph"] = given["graph"].choice("graph", GRAPHS)
-    if "max_length" in given:
-        length = given["max_length"]
-        fields["max_length"] = None if length.value is None else length.integer("max_length", least=1)
-    if "speculate" in given:
-        fields["speculate"] = given["speculate"].choice("speculate", SPECULATIONS)
-    return fields
-
-
-def _verify(given: Mapping[str, Node]) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if "metric" in given:
-        fields["metric"] = given["metric"].choice("metric", METRICS)
-    if "bound" in given:
-        fields["bound"] = _bound(given["bound"], "bound")
-    if "on_failure" in given:
-        fields["on_failure"] = given["on_failure"].choice("on_failure", FALLBACKS)
-    if "bounds" in given:
-        bounds = given["bounds"].mapping("bounds")
-        fields["bounds"] = {key: _bound(value, f"the bound of {shown(key)}") for key, value in bounds.items()}
-    return fields
 
 
 _UNITS = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*u\s*")
@@ -272,21 +220,59 @@ def _bound(node: Node, what: str) -> Bound:
     return Units(count)
 
 
-def _calibrate(node: Node) -> dict[str, Any] | None:
-    if node.value is None:
-        return None
-    given = node.mapping("calibrate", _CALIBRATE_KEYS)
-    found: dict[str, Any] = {key: given[key].integer(key, least=1) for key in ("samples", "length") if key in given}
-    return found | ({"alpha": _alpha(given["alpha"])} if "alpha" in given else {})
+def _unless_null(read: Reader) -> Reader:
+    return lambda node, key: None if node.value is None else read(node, key)
 
 
-def _alpha(node: Node) -> float | str | None:
-    """The strength of smoothing: 0 to 1, "search", or null for none."""
-    if node.value is None:
-        return None
+def _alpha(node: Node, key: str) -> float | str:
+    """The strength of smoothing: 0 to 1, or "search"."""
     if node.value == "search":
         return "search"
-    alpha = node.number("alpha", least=0)
+    alpha = node.number(key, least=0)
     if alpha > 1:
         raise node.error(f"alpha is {alpha:g}, and it is from 0 to 1, search, or null for no smoothing")
     return alpha
+
+
+#: mapping in a recipe -> its keys, each with the reader of its value
+READERS: Mapping[str, Mapping[str, Reader]] = {
+    "a recipe": {
+        "name": _word("the name of a recipe", _NAME),
+        "description": Node.text,
+        "extends": lambda node, key: node,
+        "rules": _rules,
+        "runtime": _given,
+        "verify": _given,
+        "calibrate": _unless_null(_given),
+    },
+    "a rule": {
+        "name": _word("the name of a rule", _NAME),
+        "match": _match,
+        "replace": _replacer,
+        "options": _options,
+        "otherwise": _choice(FALLBACKS),
+        "optional": lambda node, key: node.expect(key, bool),
+    },
+    "match": {
+        "role": _each(_choice(ROLES)),
+        "class": _each(_word("the name of a class", _CLASS)),
+        "name": _each(_pattern),
+        "shape": _shape,
+    },
+    "shape": dict.fromkeys(("min_n", "max_n", "min_k", "max_k"), _integer(0)),
+    "runtime": {
+        "cache": _choice(CACHES),
+        "graph": _choice(GRAPHS),
+        "max_length": _unless_null(_integer(1)),
+        "speculate": _choice(SPECULATIONS),
+    },
+    "verify": {
+        "metric": _choice(METRICS),
+        "bound": _bound,
+        "on_failure": _choice(FALLBACKS),
+        "bounds": lambda node, key: {
+            name: _bound(value, f"the bound of {shown(name)}") for name, value in node.mapping(key).items()
+        },
+    },
+    "calibrate": {"samples": _integer(1), "length": _integer(1), "alpha": _unless_null(_alpha)},
+}

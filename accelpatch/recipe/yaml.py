@@ -12,7 +12,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
@@ -84,10 +84,6 @@ class Node:
         value: str = self.expect(what, str)
         return value
 
-    def flag(self, what: str) -> bool:
-        value: bool = self.expect(what, bool)
-        return value
-
     def integer(self, what: str, least: int) -> int:
         value: int = self.expect(what, int)
         if value < least:
@@ -128,16 +124,17 @@ class _Composer(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
+        event, message = self.peek_event(), None
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-            raise yaml.composer.ComposerError(
-                None, None, "anchors (&name) and aliases (*name) are not allowed; write the value out, and quote "
-                "a pattern that begins with a star", event.start_mark)  # fmt: skip
-        if event.tag is not None:
+            message = (
+                "anchors (&name) and aliases (*name) are not allowed; write the value out, and quote "
+                "a pattern that begins with a star"
+            )
+        elif event.tag is not None:
             message = f"tags are not allowed in a recipe ({shown(event.tag)}); write a plain value"
-            raise yaml.composer.ComposerError(None, None, message, event.start_mark)
-        if self.depth >= MAX_DEPTH:
+        elif self.depth >= MAX_DEPTH:
             message = f"nested deeper than {MAX_DEPTH} levels"
+        if message is not None:
             raise yaml.composer.ComposerError(None, None, message, event.start_mark)
         self.depth += 1
         node = super().compose_node(parent, index)
@@ -151,52 +148,50 @@ def read(data: str | bytes, source: str) -> Node:
     Raises RecipeError for data that are not UTF-8, too large, too deep, not YAML or empty, for duplicate keys, tags,
     aliases, a second document, numbers that are not finite, and control characters.
     """
-    text = data if isinstance(data, str) else _decode(data, source)
-    if len(text) > MAX_BYTES:
+    if len(data) > MAX_BYTES:
         raise RecipeError(f"a recipe has at most {MAX_BYTES // 1024} KB; this is another kind of file?", source=source)
+    text = data if isinstance(data, str) else _decode(data, source)
     try:
         composer = _Composer(text)
         root = composer.get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         message = " ".join(part for part in (error.context, error.problem) if part)
-        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-        raise RecipeError(message, source=source, line=line, column=column) from None
+        raise _at((mark.line, mark.column) if mark else (0, 0), message, source) from None
     except yaml.reader.ReaderError as error:
-        line, column = _place(text[: error.position])
         message = f"the character {shown(chr(error.character))} is not allowed"
-        raise RecipeError(message, source=source, line=line, column=column) from None
+        raise _at(_place(text[: error.position]), message, source) from None
     except (ValueError, OverflowError):  # PyYAML calls chr() on "\UFFFFFFFF" and int() on a long %YAML version
         mark = composer.get_mark()
-        message = "an escape or a version is out of range"
-        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
-        raise RecipeError(message, source=source, line=line, column=column) from None
+        raise _at((mark.line, mark.column), "an escape or a version is out of range", source) from None
     if root is None:
         raise RecipeError("the file is empty; a recipe is a mapping with the key 'rules'", source=source)
     return _located(root, source)
 
 
 def _decode(data: bytes, source: str) -> str:
-    if len(data) > MAX_BYTES:
-        raise RecipeError(f"a recipe has at most {MAX_BYTES // 1024} KB; this is another kind of file?", source=source)
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        line, column = _place(data[: error.start].decode())
         message = f"byte 0x{data[error.start]:02x} is not UTF-8; save the file as UTF-8"
-        raise RecipeError(message, source=source, line=line, column=column) from None
+        raise _at(_place(data[: error.start].decode()), message, source) from None
 
 
 def _place(before: str) -> tuple[int, int]:
-    return before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
+    """Line and column behind a text, from 0."""
+    return before.count("\n"), len(before) - (before.rfind("\n") + 1)
+
+
+def _at(place: tuple[int, int], message: str, source: str) -> RecipeError:
+    return RecipeError(message, source=source, line=place[0] + 1, column=place[1] + 1)
 
 
 def _located(node: yaml.Node, source: str) -> Node:
     bare = Node(None, source, node.start_mark.line + 1, node.start_mark.column + 1)
     if isinstance(node, yaml.ScalarNode):
-        return Node(_scalar(node.value, bare, plain=node.style is None), source, bare.line, bare.column)
+        return replace(bare, value=_scalar(node.value, bare, plain=node.style is None))
     if isinstance(node, yaml.SequenceNode):
-        return Node([_located(item, source) for item in node.value], source, bare.line, bare.column)
+        return replace(bare, value=[_located(item, source) for item in node.value])
     fields: dict[str, Node] = {}
     keys: dict[str, Node] = {}
     for key_node, value_node in node.value:
@@ -205,7 +200,7 @@ def _located(node: yaml.Node, source: str) -> Node:
         if word in keys:
             raise key.error(f"duplicate key {shown(word)}; it stands first in line {keys[word].line}")
         keys[word], fields[word] = key, _located(value_node, source)
-    return Node(fields, source, bare.line, bare.column, keys)
+    return replace(bare, value=fields, keys=keys)
 
 
 def resolve(text: str) -> bool | int | float | str | None:

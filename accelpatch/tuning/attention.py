@@ -46,6 +46,13 @@ class Measured:
         """The implementations that ran, the fastest first."""
         return sorted(self.seconds, key=self.seconds.__getitem__)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        facts = {
+            name: getattr(self, name) for name in ("dtype", "size", "length", "batch", "causal", "order", "refused")
+        }
+        return facts | {"tflops": {name: self.flop / seconds / 1e12 for name, seconds in self.seconds.items()}}
+
 
 def tune(
     device: Device, *, dtype: torch.dtype, sizes: Sequence[int] = SIZES, lengths: Sequence[int] = LENGTHS,

@@ -55,7 +55,7 @@ def test_no_key_of_a_config_is_misspelt(name: str) -> None:
 
 
 def test_short_names_come_from_their_place() -> None:
-    default = catalog.resolve(catalog.DEFAULT)
+    default = catalog.resolve("smollm2-135m")
     assert (default.kind, default.name) == ("embedded", "smollm2-135m")
     llama = catalog.resolve("Llama2-7B")
     assert (llama.kind, llama.name, llama.location) == ("hub", "llama2-7b", "meta-llama/Llama-2-7b-hf")

@@ -14,6 +14,7 @@ from accelpatch import cache
 from accelpatch.errors import CacheError, LoadError
 from accelpatch.models import catalog, embedded, load
 from accelpatch.models.checkpoint import CHECKSUMS
+from accelpatch.progress import quiet
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_conversion_is_a_plain_checkpoint(smollm2: Path) -> None:
     assert not hasattr(loaded.model.config, "quantization_config")
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float32}
     assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
-    built_in = load.from_config(catalog.DEFAULT)
+    built_in = load.from_config("smollm2-135m")
     shapes = {name: parameter.shape for name, parameter in loaded.model.named_parameters()}
     assert shapes == {name: parameter.shape for name, parameter in built_in.named_parameters()}
     for key in ("rope_parameters", "max_position_embeddings", "eos_token_id", "bos_token_id", "pad_token_id"):
@@ -57,7 +58,7 @@ def test_conversion_is_a_plain_checkpoint(smollm2: Path) -> None:
 def test_is_converted_once(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "_convert", lambda *arguments: pytest.fail("converted twice"))
     monkeypatch.setattr(embedded, "_download", lambda *arguments: pytest.fail("downloaded twice"))
-    assert load.fetch("smollm2-135m") == smollm2
+    assert load.folder_of(catalog.resolve("smollm2-135m"), quiet) == smollm2
 
 
 @pytest.mark.smoke
@@ -69,7 +70,7 @@ def test_variable_names_a_gguf_file(own_cache: Path, gguf_file: Path, monkeypatc
     assert torch.equal(loaded.model(ids).logits, direct.model(ids).logits)
     assert loaded.tokenizer("w1")["input_ids"] == direct.tokenizer("w1")["input_ids"]
     assert [entry.kind for entry in cache.listing()] == ["models"]
-    assert [path for path in load.fetch("smollm2-135m").iterdir() if path.is_dir()] == []
+    assert [path for path in load.folder_of(catalog.resolve("smollm2-135m"), quiet).iterdir() if path.is_dir()] == []
 
 
 def test_variable_names_a_folder(own_cache: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

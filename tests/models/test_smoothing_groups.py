@@ -59,7 +59,7 @@ def test_each_layer_has_the_groups_of_its_family(name: str) -> None:
         expected = Counter({QKV: 2, VALUES: 2, GATE_UP: 1, UP: 1})
     assert Counter(kinds(model)) == expected
     paths = [path for path, _ in model.named_modules()]
-    assert all(path in paths for group in smoothing_groups(model) for path in group.paths)
+    assert all(path in paths for group in smoothing_groups(model) for path in (group.source, *group.consumers))
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {

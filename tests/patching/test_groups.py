@@ -102,7 +102,9 @@ def test_one_over_its_bound_keeps_its_group(failed: str, stays: list[str], monke
     assert reasons.pop(failed) == "over its bound by decree"
     assert reasons == dict.fromkeys(set(stays) - {failed}, f"it is smoothed together with {failed}, which stays")
     assert {line.split(": ")[0] for line in report.verification.failures} == set(stays)
-    assert not {path for group in model.accelpatch.plan.groups for path in group.paths} & set(stays)
+    assert not {path for group in model.accelpatch.plan.groups for path in (group.source, *group.consumers)} & set(
+        stays
+    )
     others = [path for path in replacements(model) if path.endswith("_proj")]
     assert len(others) == 14 - sum(path.endswith("_proj") for path in stays)
     error = (logits(model, full_batch()) - due).norm() / due.norm()

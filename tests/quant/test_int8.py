@@ -91,8 +91,8 @@ def test_refused(bad: torch.Tensor, group_size: int | None, message: str) -> Non
 def test_not_finite_names_the_place(value: float) -> None:
     w = weight(3, 64)
     w[1, 5] = value
-    with pytest.raises(KernelError, match=r"layers\.3\.weight\[1, 5\] is .*1 of 192 values"):
-        check_finite(w, "layers.3.weight")
+    with pytest.raises(KernelError, match=r"^weight\[1, 5\] is .*1 of 192 values"):
+        check_finite(w)
     with pytest.raises(KernelError, match=r"weight\[1, 5\]"):
         int8.quantize(w)
-    check_finite(weight(3, 64), "fine")
+    check_finite(weight(3, 64))

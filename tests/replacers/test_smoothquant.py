@@ -118,7 +118,9 @@ def test_a_copy_of_one_module_computes_the_same_in_its_place(name: str) -> None:
     model = CAUSAL[name].make()
     accelpatch.patch(model, "smoothquant", verify=False, statistics=made_up(model, 0.05, 60))
     batch = full_batch()
-    for path in {path for group in smoothing_groups(CAUSAL[name].make())[:4] for path in group.paths}:
+    for path in {
+        path for group in smoothing_groups(CAUSAL[name].make())[:4] for path in (group.source, *group.consumers)
+    }:
         module, seen = model.get_submodule(path), list[torch.Tensor]()
         with hooked(
             model, [path], lambda _, seen=seen: lambda module, args: seen.append(args[0].clone()), "forward_pre_hook"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 import accelpatch
 from accelpatch.errors import KernelError
@@ -122,7 +123,7 @@ def test_off_is_the_default_and_a_plan_says_where_it_is_not_used(monkeypatch: py
 
 
 def test_stop_strings(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = accelpatch.models.load.tokenizer(str(smollm2))
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
     drafting, plain = pair()
     free = generate(plain, row()).sequences
     oracle(monkeypatch, free, itertools.repeat(7))
