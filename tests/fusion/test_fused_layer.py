@@ -97,7 +97,7 @@ def storages(model: Any) -> list[list[int]]:
     found = []
     for layer in model.model.layers:
         for group in (layer_facts.qkv_of(layer), layer_facts.inner_of(layer)):
-            weights = [m.layout.w for m in group]
+            weights = [m.layout.w if hasattr(m, "layout") else m.weight for m in group]
             found.append([weight.untyped_storage().data_ptr() for weight in weights])
     return found
 

@@ -41,7 +41,7 @@ def _held(original: nn.Module, entry: Entry, dtype: torch.dtype) -> Tensor:
     assert entry.choice is not None
     formats: Any = {"int8_weight_only": int8, "int4_weight_only": int4}
     form = formats[entry.replacer.name]
-    held: Tensor = form.dequantize(form.quantize(weight, **entry.choice.detail), dtype)
+    held = dequantize(form.quantize(weight, **entry.choice.detail), dtype)
     return held.t() if transposed else held
 
 
