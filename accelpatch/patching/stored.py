@@ -149,12 +149,17 @@ def set_aside(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> Iterator[None]:
     pairs = list(pairs)
     try:
         for old, new in pairs:
-            move_(old, "cpu", keep=(*new.parameters(), *new.buffers()))
+            move_(old, "cpu", keep=held_by(new))
         yield
     except BaseException:
         for old, new in pairs:
-            move_(old, next(new.buffers()).device, keep=(*new.parameters(), *new.buffers()))
+            move_(old, next(new.buffers()).device, keep=held_by(new))
         raise
+
+
+def held_by(module: nn.Module) -> list[Tensor]:
+    """Every tensor that a module holds, in its layout too."""
+    return [tensor for _, _, tensor in places(module)]
 
 
 def places(module: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:

@@ -142,8 +142,10 @@ class WeightOnly(LinearReplacer):
     def of_matrix(self, site: Site, n: int, k: int, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         wanted, per_byte = options.get("group_size", self.wanted), PER_BYTE[self.op]
         groups = dividing(wanted, k)
-        if not groups or k % per_byte:
-            return Reason(f"K = {k} is {'odd, or ' * (k % per_byte)}a multiple of none of the group sizes {wanted}")
+        if not groups:
+            return Reason(f"K = {k} is a multiple of none of the group sizes {wanted}")
+        if k % per_byte:
+            return Reason(f"K = {k} is odd, and a byte holds two values")
         op = "int8_embedding" if isinstance(site.original, nn.Embedding) else self.op
         kept = self.kept(options)
         kind = self.kind(kept)

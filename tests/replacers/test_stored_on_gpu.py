@@ -38,7 +38,7 @@ def logits(model: Any, name: str) -> Tensor:
 
 def devices(module: Any, but: Any = None) -> set[str]:
     """Of a module's tensors; those that another holds too stay where it is."""
-    shared = set() if but is None else {id(tensor) for tensor in but.buffers()}
+    shared = set() if but is None else {id(tensor) for _, _, tensor in places(but)}
     return {tensor.device.type for _, _, tensor in places(module) if id(tensor) not in shared}
 
 
