@@ -21,6 +21,7 @@ from accelpatch import device as devices
 from accelpatch.checkpoints import statistics as files
 from accelpatch.errors import PatchError
 from accelpatch.fusion.verified import check_layers
+from accelpatch.kernels import who_runs
 from accelpatch.kernels.check.while_running import checked
 from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
@@ -67,7 +68,8 @@ def plan_of(model: nn.Module, recipe: recipes.Recipe, device: devices.Device | N
     devices.forget_compilers()
     placement, roles = placement_of(model), roles_of(getattr(model, "config", None))
     facts = device or devices.probe(str(placement.device or device_of(model)))
-    return make_plan(model, recipe, facts, roles, registry(), smoothing_groups(model), known, placement, slower)
+    made = make_plan(model, recipe, facts, roles, registry(), smoothing_groups(model), known, placement, slower)
+    return replace(made, who_runs=who_runs.table)
 
 
 def compiled(planned: Plan, watch: Stopwatch) -> Plan:

@@ -111,7 +111,8 @@ def checked(device: torch.device, dtype: torch.dtype) -> list[str]:
 def implementations(args: tuple[Any, ...], device: torch.device) -> list[str]:
     """Those that can run a call, the one that would be chosen first."""
     spec, here = dispatch.kernel(experts.OP).spec(*args), probe(device)
-    return [name for name in dispatch.TABLE[experts.OP][1] if dispatch.why_not(experts.OP, name, spec, here) is None]
+    order = dispatch.order(experts.OP, spec, here)
+    return [name for name in order if dispatch.why_not(experts.OP, name, spec, here) is None]
 
 
 def chosen_bytes(args: tuple[Any, ...]) -> int:

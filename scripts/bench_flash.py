@@ -244,7 +244,7 @@ def parse() -> argparse.Namespace:
     if options.tiny:
         options.heads, options.kv_heads, options.tokens, options.repeats = 4, [4, 2], 256, 2
         options.lengths, options.sizes = [64, 128], [32]
-    known = dispatch.TABLE[OP][1]
+    known = tuple(dispatch.kernel(OP).implementations)
     if unknown := [name for name in options.only or () if name not in known]:
         parser.error(f"--only: there is no {', '.join(unknown)}; there are {', '.join(known)}")
     return options
@@ -253,7 +253,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options, device = parse(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    names = [name for name in dispatch.TABLE[OP][1] if not options.only or name in options.only]
+    names = [name for name in dispatch.kernel(OP).implementations if not options.only or name in options.only]
     title = f"{probe(device).name}, torch {torch.__version__}, {str(DTYPE).removeprefix('torch.')}, "
     title += " and ".join(options.kinds)
     shapes = [

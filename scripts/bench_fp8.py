@@ -31,7 +31,7 @@ import accelpatch
 from accelpatch.bench.generate import Shape, generate, prompt_ids
 from accelpatch.bench.timing import measure_replays, once
 from accelpatch.device import probe
-from accelpatch.kernels import dispatch
+from accelpatch.kernels import choice, dispatch
 from accelpatch.kernels.check import parity
 from accelpatch.kernels.layouts.row_major import FP8, fp8_name
 from accelpatch.kernels.ops.activation.gated_activation import gated_activation
@@ -39,7 +39,7 @@ from accelpatch.kernels.ops.activation.quantize_rows import quantize_rows
 from accelpatch.kernels.ops.linear.gemm_w8a8 import gemm_w8a8
 from accelpatch.models import load
 
-#: order -> implementations of gemm_fp8 and gated_fp8, as in dispatch.TABLE
+#: order -> implementations of gemm_fp8 and gated_fp8, as in choice.TABLE
 ORDERS = {
     "as in the table": {},
     "Triton": {"gemm_fp8": ("triton", "scaled_mm", "torch"), "gated_fp8": ("triton", "operations")},
@@ -176,16 +176,16 @@ class Engine:
 
     def __init__(self, model: Any, order: dict[str, tuple[str, ...]]):
         self.model = model
-        self.table = {op: (file, order.get(op, names)) for op, (file, names) in dispatch.TABLE.items()}
+        self.table = choice.TABLE | {op: (choice.Row(names),) for op, names in order.items()}  # type: ignore[operator]
         self.selected: dict[Any, Any] = {}
 
     def __call__(self, ids: Tensor, new: int) -> Tensor:
-        before = dispatch.TABLE, dispatch._selected
-        dispatch.TABLE, dispatch._selected = self.table, self.selected  # type: ignore[misc]
+        before = choice.TABLE, dispatch._selected
+        choice.TABLE, dispatch._selected = self.table, self.selected  # type: ignore[misc]
         try:
             return generate(self.model, ids, new)
         finally:
-            dispatch.TABLE, dispatch._selected = before  # type: ignore[misc]
+            choice.TABLE, dispatch._selected = before  # type: ignore[misc]
 
 
 def engines(asked: argparse.Namespace) -> dict[str, Engine]:

@@ -3,7 +3,7 @@
 config.json        the family's own, with quantization_config: {quant_method: accelpatch, version, recipe (YAML)}
 recipe.yaml        the same recipe, for people
 *.safetensors      float tensors under the family's names. A quantised weight is PATH.q, PATH.scale, PATH.offset,
-                   PATH.order and PATH.input_scale in the canonical layout (kernels/layouts/), which no device decides; a
+                   PATH.order and PATH.input_scale in the canonical layout (kernels/layouts), which no device decides; a
                    layer that was replaced with all that is in it has its replacement's tensors under its name
   header metadata  accelpatch: JSON {version, sites: {path: replacer}, sha256: {tensor: hex digest of its bytes}}
 """

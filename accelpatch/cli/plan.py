@@ -20,6 +20,9 @@ def plan(
     max_length: Annotated[
         int | None, typer.Option(min=1, help="Length of the KV cache in tokens, for the memory check.")
     ] = None,
+    why: Annotated[
+        bool, typer.Option("--why", help="Also which kernel runs for how many rows, and why others do not.")
+    ] = False,
     plugin: PluginOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -36,6 +39,6 @@ def plan(
     options.refuse_patched(model)
     planned = api.plan_from_config(model, recipe, arch=arch, max_length=max_length)
     if json:
-        console.print_json(planned.to_dict())
+        console.print_json(planned.to_dict() | ({"why": planned.why().splitlines()} if why else {}))
     else:
-        print(planned)
+        print(planned, *(["", planned.why()] if why else []), sep="\n")

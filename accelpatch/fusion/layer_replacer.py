@@ -14,7 +14,8 @@ from torch import nn
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.fusion.planned import libraries, planned
-from accelpatch.kernels.ops.norm.rmsnorm import chosen
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.ops.norm import rmsnorm
 from accelpatch.models.family import LayerForm, Norm, form_of, linears_of, norm_of
 from accelpatch.modules.norm import ResidualNormLayer, positional_names
 from accelpatch.modules.replacement import adopt, skipped
@@ -40,7 +41,8 @@ class FusedLayerReplacer(Replacer):
                 return Reason("the layer has dropout before the residual addition")
             norm, kind = joined
             try:
-                kernel = chosen("add_rmsnorm", norm.weight, kind.plus_one, device)
+                spec = rmsnorm.of_weight("add_rmsnorm", norm.weight, kind.plus_one)
+                kernel = dispatch.choose(spec.op, spec, device)
             except KernelError as error:
                 return Reason(str(error))
         return Choice(kernel, site.token_bytes, site.token_bytes, site.bytes)

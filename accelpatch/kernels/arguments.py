@@ -8,6 +8,7 @@ from torch import Tensor
 from accelpatch.errors import KernelError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def require(holds: bool, op: str, message: str) -> None:

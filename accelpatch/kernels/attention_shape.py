@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from accelpatch.kernels.spec import Described
+from accelpatch.kernels.spec import Described, Spec
 
 MAX_NEW_TOKENS = 8  # new tokens of a row in a decode step
 
@@ -71,3 +71,13 @@ class AttentionShape(Described):
     def rotary_dim(self) -> int:
         """R, the number of leading columns of a head that get the rotary embedding."""
         return 2 * self.inv_freq.shape[0]
+
+
+def needs_mask(spec: Spec) -> bool:
+    """Whether torch needs a mask for a call of flash_attention."""
+    options, length = spec.options, spec.sizes["L"]
+    if options["ranges"] or options["bias"] is not None:
+        return True
+    if not options["causal"] or length == 1:
+        return False
+    return bool(options["window"]) or length != spec.sizes["S"]

@@ -1,12 +1,8 @@
-"""Chooses the implementation of an operation: the first in a literal table whose `why_not` has no reason against it.
-An operation whose order depends on the device has a table of its own (`Kernel.order`).
+"""Runs an operation by the first implementation in its order (choice.py) that has no reason against the call.
 
 Each implementation states its own limits, so that a plan can print them and an error can list them all. Implementations
 take the operation's canonical tensors. One that needs another weight layout takes it as an additional optional tensor,
 made from the canonical ones and held by the module.
-
-Limits on the rows of a linear layer are in the `why_not`s of ops/; a fused layer of more than 8 rows asks them through
-`FusedLinear.large_m`.
 """
 
 from __future__ import annotations
@@ -23,59 +19,53 @@ import torch
 
 from accelpatch.device import Device, probe
 from accelpatch.errors import CompileError, KernelError
-from accelpatch.kernels import uncompiled
+from accelpatch.kernels import choice, uncompiled
 from accelpatch.kernels.arguments import FLOATS
 from accelpatch.kernels.spec import Described, Kernel, Result, Spec, in_precision
 
-#: operation -> (module in ops/, implementations in order of preference)
-TABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "float_linear": ("linear.float_linear", ("hip", "triton", "torch")),
-    "int8_linear": ("linear.int8_linear", ("hip", "triton", "torch")),
-    "int4_linear": ("linear.int4_linear", ("torch",)),
-    "tiled_int4_linear": ("linear.tiled_int4_linear", ("hip_gemm", "hip", "triton", "torch")),
-    "compact_linear": ("linear.compact_linear", ("hip", "hip_unpack", "torch")),
-    "fp8_linear": ("linear.fp8_linear", ("hip", "torch")),
-    "quantize_rows": ("activation.quantize_rows", ("triton", "torch")),
-    "gemm_w8a8": ("linear.gemm_w8a8", ("ck", "triton", "int_mm", "torch")),
-    "gemm_fp8": ("linear.gemm_fp8", ("scaled_mm", "triton", "torch")),
-    "gated_fp8": ("linear.gemm_fp8", ("scaled_mm", "triton", "operations")),
-    "w8a8_linear": ("linear.w8a8_linear", ("hip", "triton", "operations")),
-    "w8a8_packed": ("linear.w8a8_packed", ("cpu", "torch")),
-    "int8_embedding": ("linear.int8_embedding", ("torch",)),
-    "block_linear": ("linear.block_linear", ("triton", "torch")),
-    "block_embedding": ("linear.block_linear", ("torch",)),
-    "packed_linear": ("linear.packed_linear", ("cpu", "torch")),
-    "packed_embedding": ("linear.packed_linear", ("cpu", "torch")),
-    "rmsnorm": ("norm.rmsnorm", ("triton", "torch")),
-    "add_rmsnorm": ("norm.rmsnorm", ("triton", "torch")),
-    "rmsnorm_add": ("norm.rmsnorm", ("triton", "torch")),
-    "rmsnorm_rows": ("norm.rmsnorm_rows", ("triton", "operations")),
-    "gated_rows": ("activation.gated_rows", ("triton", "operations")),
-    "reorder": ("linear.reorder", ("triton", "operations")),
-    "layernorm_q": ("norm.layernorm_q", ("triton", "torch")),
-    "int8_attention": ("attention.int8_attention", ("triton", "torch")),
-    "flash_attention": (  # the order is by device: ops/attention/order.py
-        "attention.flash_attention",
-        (
-            "cpu", "triton", "flash_attn_3", "flash_attn_2", "hub", "aiter", "xformers",
-            "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "sdpa", "eager",
-        ),
-    ),
-    "rotary_cos_sin": ("attention.rope", ("triton", "torch")),
-    "gated_activation": ("activation.gated_activation", ("triton", "torch")),
-    "decode_attention": ("attention.decode_attention", ("hip", "triton", "torch")),
-    "prepare_query_key": ("attention.query_key", ("triton", "torch")),
-    "prompt_rotary": ("attention.prompt_attention", ("triton", "torch")),
-    "decode_step": ("step.decode_step", ("cpu",)),
-    "greedy": ("sampling.greedy", ("triton", "torch")),
-    "step_end": ("step.step_end", ("triton", "torch")),
-    "experts": ("experts.experts", ("hip", "triton", "torch")),
-    "routed_experts": ("experts.routed_experts", ("hip", "operations")),
-    "packed_experts": ("experts.packed_experts", ("cpu", "torch")),
-    "choose_experts": ("experts.choose_experts", ("triton", "torch")),
-    "fused_linear": ("linear.fused_linear", ("hip", "operations")),
-    "large_m_linear": ("linear.fused_linear", ("hip_gemm", "triton", "operations")),
-}  # fmt: skip
+#: operation -> its module in ops/
+TABLE: Mapping[str, str] = {
+    "float_linear": "linear.float_linear",
+    "int8_linear": "linear.int8_linear",
+    "int4_linear": "linear.int4_linear",
+    "tiled_int4_linear": "linear.tiled_int4_linear",
+    "compact_linear": "linear.compact_linear",
+    "fp8_linear": "linear.fp8_linear",
+    "quantize_rows": "activation.quantize_rows",
+    "gemm_w8a8": "linear.gemm_w8a8",
+    "gemm_fp8": "linear.gemm_fp8",
+    "gated_fp8": "linear.gemm_fp8",
+    "w8a8_linear": "linear.w8a8_linear",
+    "w8a8_packed": "linear.w8a8_packed",
+    "int8_embedding": "linear.int8_embedding",
+    "block_linear": "linear.block_linear",
+    "block_embedding": "linear.block_linear",
+    "packed_linear": "linear.packed_linear",
+    "packed_embedding": "linear.packed_linear",
+    "rmsnorm": "norm.rmsnorm",
+    "add_rmsnorm": "norm.rmsnorm",
+    "rmsnorm_add": "norm.rmsnorm",
+    "rmsnorm_rows": "norm.rmsnorm_rows",
+    "gated_rows": "activation.gated_rows",
+    "reorder": "linear.reorder",
+    "layernorm_q": "norm.layernorm_q",
+    "int8_attention": "attention.int8_attention",
+    "flash_attention": "attention.flash_attention",
+    "rotary_cos_sin": "attention.rope",
+    "gated_activation": "activation.gated_activation",
+    "decode_attention": "attention.decode_attention",
+    "prepare_query_key": "attention.query_key",
+    "prompt_rotary": "attention.prompt_attention",
+    "decode_step": "step.decode_step",
+    "greedy": "sampling.greedy",
+    "step_end": "step.step_end",
+    "experts": "experts.experts",
+    "routed_experts": "experts.routed_experts",
+    "packed_experts": "experts.packed_experts",
+    "choose_experts": "experts.choose_experts",
+    "fused_linear": "linear.fused_linear",
+    "large_m_linear": "linear.fused_linear",
+}
 
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # on any device; much cheaper than for one
 
@@ -106,8 +96,7 @@ def kernel(op: str) -> Kernel:
     """The Kernel of an operation. Raises KernelError for a name that is not in TABLE."""
     if op not in TABLE:
         raise KernelError(f"there is no operation {op!r}; the operations are {', '.join(TABLE)}")
-    file, _ = TABLE[op]
-    kernels: Mapping[str, Kernel] = import_module(f"accelpatch.kernels.ops.{file}").KERNELS
+    kernels: Mapping[str, Kernel] = import_module(f"accelpatch.kernels.ops.{TABLE[op]}").KERNELS
     return kernels[op]
 
 
@@ -119,14 +108,21 @@ def why_not(op: str, name: str, spec: Spec, device: Device) -> str | None:
     return uncompiled.reason(name, spec, device) or implementations[name].why_not(spec, device)
 
 
+def order(op: str, spec: Spec, device: Device) -> Sequence[str]:
+    """The implementations to try for `spec`: those measured on this machine, then as choice.TABLE has them."""
+    entry, listed = kernel(op), choice.row(op, spec, device).order
+    if entry.measured is None:
+        return listed
+    return tuple(dict.fromkeys((*(name for name in entry.measured(spec, device) if name in listed), *listed)))
+
+
 def choose(op: str, spec: Spec, device: Device) -> str:
-    """Name of the first implementation that can run `spec`.
+    """Name of the first implementation, in the order of preference, that can run `spec`.
 
     Pure: allocates and compiles nothing, and `device` need not be present. Raises KernelError with every reason.
     """
     reasons = []
-    entry = kernel(op)
-    for name in TABLE[op][1] if entry.order is None else entry.order(spec, device):
+    for name in order(op, spec, device):
         reason = why_not(op, name, spec, device)
         if reason is None:
             return name

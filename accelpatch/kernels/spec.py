@@ -76,7 +76,8 @@ class Kernel:
     function that makes their w[n, K] and bias[n] in float64, equal to the reference's. Checking many calls with one
     weight then dequantises it once, never as a whole, and may leave blocks out.
 
-    order: for a spec and a device, the names to try, in place of those of dispatch.TABLE.
+    measured: names that were measured on this machine for a spec and a device, the fastest first; they go before the
+    others of choice.TABLE.
     """
 
     op: Callable[..., Any]
@@ -86,7 +87,7 @@ class Kernel:
     cases: Callable[[], Iterable[Case]] = tuple
     blocks: Callable[..., Blocks] | None = None
     composed: bool = False
-    order: Callable[[Spec, Device], Sequence[str]] | None = None
+    measured: Callable[[Spec, Device], Sequence[str]] | None = None
 
     @property
     def registered(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ class Plan:
 
     max_length, cache_bytes: length in tokens and bytes of the KV cache at batch 1 that `fits` counts beside the
     weights. groups: what is smoothed together. left: notes about groups that are not. places: which part lies where, of
-    a model that is spread over devices.
+    a model that is spread over devices. who_runs: says what `why` gives of the choices' specs.
     """
 
     model: str
@@ -42,6 +42,7 @@ class Plan:
     groups: tuple[Group, ...] = ()
     left: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
+    who_runs: Callable[[Sequence[Any], Device], str] = lambda specs, device: ""
 
     @property
     def calibrates(self) -> bool:
@@ -101,6 +102,12 @@ class Plan:
             for entry in self.entries
         )
         return replace(self, entries=entries)
+
+    def why(self) -> str:
+        """For each operation of the plan's kernels: which implementation runs for how many rows of x (of attention:
+        queries) on the plan's device, where that was measured, and why those that are preferred to it cannot."""
+        specs = [entry.choice.spec for entry in self.replaced if entry.choice is not None]
+        return self.who_runs([spec for spec in specs if spec is not None], self.device)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""

@@ -27,7 +27,7 @@ class Choice:
     for a layer, whether decode steps run it fused (else the note is why not); None for all other sites. libraries:
     names of the device libraries that it launches, which a patch builds before it builds anything of the model. slower:
     why it would be slower than the original; it is then taken only for a weight that a checkpoint has in this format,
-    which has no original.
+    which has no original. spec: a kernel's description of a call (kernels/spec.py), for `Plan.why`; None for none.
     """
 
     kernel: str
@@ -39,6 +39,7 @@ class Choice:
     fused: bool | None = None
     libraries: tuple[str, ...] = ()
     slower: str = ""
+    spec: Any = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from accelpatch import own_code
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.ops.attention import flash_attention
-from accelpatch.kernels.ops.attention.order import order
 from accelpatch.kernels.spec import Spec
 from accelpatch.modules.attention import attention
 from accelpatch.modules.attention_settings import Registered, why_not_implementation, why_not_interface
@@ -53,7 +52,9 @@ class FlashAttentionReplacer(Replacer):
             return Reason(f"{wanted}: {reason}")
         kernel = wanted or dispatch.choose(flash_attention.OP, spec, device)
         detail = {"implementation": wanted}
-        return Choice(kernel, site.token_bytes, site.token_bytes, site.bytes, detail, note=described(spec, device))
+        return Choice(
+            kernel, site.token_bytes, site.token_bytes, site.bytes, detail, note=described(spec, device), spec=spec
+        )
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         return attention(site.original, choice.detail["implementation"])
@@ -85,7 +86,7 @@ def _first(names: Sequence[str], *owners: Any) -> int | None:
 def described(spec: Spec, device: Device) -> str:
     """Every implementation of attention in the order of preference, and why it cannot run, for a plan."""
     lines = []
-    for name in order(spec, device):
+    for name in dispatch.order(flash_attention.OP, spec, device):
         reason = dispatch.why_not(flash_attention.OP, name, spec, device)
         lines.append(f"  {name}: {reason or 'can run'}")
     sizes = f"{spec.sizes['H']} heads of {spec.sizes['D']} in {str(spec.dtype).removeprefix('torch.')}"

@@ -45,7 +45,9 @@ class Compact(Gemv):
         tiles, steps = -(-site.n // TILE_ROWS), -(-site.k // compact_tiles.STEP)
         held = tiles * (steps * compact_tiles.STEP_BYTES + TILE_ROWS * BESIDE) + bias_bytes(site)
         libraries = compact_linear.libraries(spec.dtype)
-        return replace(plain, bytes_after=held, resident_after=held, detail={"compact": True}, libraries=libraries)
+        return replace(
+            plain, bytes_after=held, resident_after=held, detail={"compact": True}, libraries=libraries, spec=spec
+        )  # fmt: skip
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         if not choice.detail:

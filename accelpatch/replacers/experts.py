@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -80,7 +81,7 @@ class FloatExpertsReplacer(Replacer):
         )
         if reason := dispatch.why_not(experts.OP, TRITON, spec, device):
             return Reason(f"transformers' own experts are used: {reason}")
-        return Choice(TRITON, site.token_bytes, site.token_bytes, site.bytes)
+        return Choice(TRITON, site.token_bytes, site.token_bytes, site.bytes, spec=spec)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         form = form_of(site.original, ACTIVATION_CLASSES, CLAMPED_GATES)
@@ -117,14 +118,14 @@ class _QuantizedExperts(KernelReplacer):
                 return Reason(f"K = {k} is odd, or a multiple of none of the group sizes {wanted}")
         offset = self.offset(options)
         tried = [(pair, *self._kernel(pair, found, site, device, offset)) for pair in itertools.product(*each)]
-        pair, kernel, note = next((one for one in tried if one[1] in (NATIVE, HIP, TRITON)), tried[0])
+        pair, kernel, note, spec = next((one for one in tried if one[1] in (NATIVE, HIP, TRITON)), tried[0])
         resident = self._bytes(site, number, shapes, pair, kernel, offset)
         detail = {"groups": pair, "offset": offset, "form": form, "number": number, "shapes": shapes}
         libraries = expert_gemv.libraries(self._spec(pair, found, site, offset)) if kernel == HIP else ()
         after = round(resident * share(site))
         return Choice(
             kernel, site.token_bytes, after, resident, detail, note,
-            libraries=(CPU_LIBRARY,) if kernel == NATIVE else libraries, slower=slower(kernel, device),
+            libraries=(CPU_LIBRARY,) if kernel == NATIVE else libraries, slower=slower(kernel, device), spec=spec,
         )  # fmt: skip
 
     def _spec(self, groups: tuple[int, ...], found: tuple[ExpertsForm, int, Shapes], site: Site, offset: str) -> Spec:
@@ -137,24 +138,24 @@ class _QuantizedExperts(KernelReplacer):
 
     def _kernel(
         self, groups: tuple[int, ...], found: tuple[ExpertsForm, int, Shapes], site: Site, device: Device, offset: str
-    ) -> tuple[str, str]:
-        """The implementation that would run, and why it is not the fast one. Raises KernelError where none can."""
+    ) -> tuple[str, str, Spec]:
+        """The implementation that would run, why it is no fast one, and the call. Raises KernelError for none."""
         _, number, shapes = found
         (_, width), (_, inner) = shapes[UP], shapes[DOWN]
         dtype, pair = getattr(torch, site.dtype), (groups[0], groups[1])
         packed = packed_experts.of_shape(number, width, inner, dtype, self.bits, pair, offset)
         reason = dispatch.why_not(packed_experts.OP, NATIVE, packed, device)
         if device.kind == "cpu" and reason is None:
-            return NATIVE, ""
+            return NATIVE, "", packed
         spec = self._spec(groups, found, site, offset)
         unfit = expert_gemv.why_not_tiles(spec, device)
         if unfit is None:
-            return HIP, ""
+            return HIP, "", replace(spec, options={**spec.options, "tiled": True})
         chosen = dispatch.choose(experts.OP, spec, device)
         why = reason if device.kind == "cpu" else dispatch.why_not(experts.OP, TRITON, spec, device)
         if why is None and self.bits == 4:
-            return chosen, f"experts by {chosen}, not by the HIP kernels: {unfit}"
-        return chosen, f"experts by {chosen}: {why}" if why else ""
+            return chosen, f"experts by {chosen}, not by the HIP kernels: {unfit}", spec
+        return chosen, f"experts by {chosen}: {why}" if why else "", spec
 
     def _bytes(self, site: Site, number: int, shapes: Shapes, groups: tuple[int, ...], kernel: str, offset: str) -> int:
         """Bytes that the replacement holds."""

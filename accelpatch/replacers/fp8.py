@@ -18,6 +18,7 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.row_major import FP8, Fp8Rows, RowMajor, fp8_name
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.linear import fp8_linear, w8a8_linear
+from accelpatch.kernels.spec import Spec
 from accelpatch.modules.quantized_linear import Fp8Linear, Fp8WeightOnlyLinear, quantized
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.patching.replacer import Choice, Reason
@@ -41,7 +42,7 @@ class Fp8WeightOnly(LinearReplacer):
         reason = dispatch.why_not(spec.op, HIP, spec, device)
         kernel, note = dispatch.choose(spec.op, spec, device), f"{spec.op} not by the HIP kernels: {reason}"
         libraries = () if reason else fp8_linear.libraries(spec, device)
-        return _choice(site, device, kernel, FP8[fnuz], note if reason else "", libraries)
+        return _choice(site, device, kernel, FP8[fnuz], note if reason else "", libraries, spec)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         return self._module(site, fp8.quantize(weight_of(site.original), fnuz=choice.detail["fnuz"]))
@@ -77,7 +78,7 @@ class W8A8Fp8(Fp8WeightOnly):
         if reason and device.kind != "cpu":
             note += f"; few rows not by the HIP kernels: {reason}"
         libraries = () if reason else w8a8_linear.libraries(spec, device)
-        return _choice(site, device, dispatch.choose(spec.op, spec, device), form, note, libraries)
+        return _choice(site, device, dispatch.choose(spec.op, spec, device), form, note, libraries, spec)
 
     def _module(self, site: Site, weight: Fp8Rows) -> nn.Module:
         module: nn.Module = quantized(Fp8Linear, site.original, W8A8Rows(*weight.arguments()))
@@ -85,14 +86,14 @@ class W8A8Fp8(Fp8WeightOnly):
 
 
 def _choice(
-    site: Site, device: Device, kernel: str, form: torch.dtype, note: str, libraries: tuple[str, ...]
+    site: Site, device: Device, kernel: str, form: torch.dtype, note: str, libraries: tuple[str, ...], spec: Spec
 ) -> Choice:
     assert site.n is not None
     assert site.k is not None
     resident = site.n * (site.k + INT8_SCALE) + bias_bytes(site)
     detail = {"fnuz": form == FP8[1], "arch": _name(device)}
     after = token_bytes(site, resident)
-    return Choice(kernel, site.token_bytes, after, resident, detail, note, libraries=libraries)
+    return Choice(kernel, site.token_bytes, after, resident, detail, note, libraries=libraries, spec=spec)
 
 
 def _name(device: Device) -> str:

@@ -45,7 +45,7 @@ class GatedMLPReplacer(KernelReplacer):
         dtype = next((one for one in held if one.is_floating_point and one.itemsize > 1), torch.float32)
         spec = Spec("gated_activation", {"M": 1, "K": width}, dtype, options={"activation": activation})
         kernel = dispatch.choose("gated_activation", spec, device)
-        return Choice(kernel, 0, 0, site.bytes, {"activation": activation, "fused_gate_up": fused})
+        return Choice(kernel, 0, 0, site.bytes, {"activation": activation, "fused_gate_up": fused}, spec=spec)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         new = adopt(GatedMLP, site.original)

@@ -33,13 +33,11 @@ class Gemv(Replacer):
             return Reason(f"{name} is not known to be a plain linear layer")
         if device.kind == "cpu":
             return Reason("torch's own GEMM is used on a CPU")
-        reason = dispatch.why_not(
-            float_linear.OP, NATIVE, float_linear.of_shape(site.n, site.k, getattr(torch, site.dtype)), device
-        )
-        if reason is not None:
+        spec = float_linear.of_shape(site.n, site.k, getattr(torch, site.dtype))
+        if reason := dispatch.why_not(spec.op, NATIVE, spec, device):
             return Reason(f"torch's own GEMM is used: {reason}")
-        libraries = float_linear.libraries(getattr(torch, site.dtype))
-        return Choice(NATIVE, site.token_bytes, site.token_bytes, site.bytes, libraries=libraries)
+        libraries = float_linear.libraries(spec.dtype)
+        return Choice(NATIVE, site.token_bytes, site.token_bytes, site.bytes, libraries=libraries, spec=spec)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         if type(site.original).__name__ != "Conv1D":

@@ -16,6 +16,7 @@ from accelpatch.kernels.layouts.gguf_blocks import FORMS, row_bytes
 from accelpatch.kernels.layouts.gguf_blocks import GgufBlocks as Blocks
 from accelpatch.kernels.layouts.row_major import RowMajor
 from accelpatch.kernels.ops.linear import block_linear, packed_linear
+from accelpatch.kernels.spec import Spec
 from accelpatch.modules.quantized_linear import BlockQuantEmbedding, BlockQuantLinear, quantized
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.patching.replacer import Choice, Reason, Replacer
@@ -58,8 +59,8 @@ class GgufBlocks(LinearReplacer):
         if type(site.original).__name__ == "Conv1D":
             return Reason("Conv1D holds its weight [K, N], and blocks lie along K")
         resident = n * row_bytes(form, k) + bias_bytes(site)
-        kernel = _kernel(site, n, k, form, device)
-        return Choice(kernel, site.token_bytes, token_bytes(site, resident), resident, {"form": form})
+        kernel, spec = _kernel(site, n, k, form, device)
+        return Choice(kernel, site.token_bytes, token_bytes(site, resident), resident, {"form": form}, spec=spec)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         raise KernelError(FLOAT)
@@ -79,16 +80,17 @@ class GgufBlocks(LinearReplacer):
         return [name for name in (f"{site.path}.q",) if name in names]
 
 
-def _kernel(site: Site, n: int, k: int, form: str, device: Device) -> str:
-    """The implementation that would run for one token. Raises KernelError where none can."""
+def _kernel(site: Site, n: int, k: int, form: str, device: Device) -> tuple[str, Spec]:
+    """The implementation that would run for one token, and the call. Raises KernelError where none can."""
     dtype, table = getattr(torch, site.dtype), isinstance(site.original, nn.Embedding)
     packed = packed_linear.of_shape(
         n, k, dtype, FORMS[form].group, "none", op="packed_embedding" if table else "packed_linear"
     )
     if (Pack.why_not_blocks(n, k, form) or dispatch.why_not(packed.op, NATIVE, packed, device)) is None:
-        return NATIVE
+        return NATIVE, packed
     op = "block_embedding" if table else "block_linear"
-    return dispatch.choose(op, block_linear.of_shape(n, k, dtype, form, op=op), device)
+    spec = block_linear.of_shape(n, k, dtype, form, op=op)
+    return dispatch.choose(op, spec, device), spec
 
 
 def _module(original: nn.Module, weight: RowMajor | QuantizedModule, packable: bool) -> nn.Module:

@@ -8,7 +8,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from accelpatch.device import Device
-from accelpatch.kernels.ops.norm.rmsnorm import chosen
+from accelpatch.kernels import dispatch
+from accelpatch.kernels.ops.norm import rmsnorm
 from accelpatch.models.family import norm_of
 from accelpatch.modules.norm import FusedRMSNorm, SmoothedLayerNorm, with_own
 from accelpatch.modules.replacement import adopt
@@ -28,8 +29,9 @@ class RMSNormReplacer(KernelReplacer):
         kind = norm_of(site.original)
         if kind is None or kind.layer:
             return Reason(f"{type(site.original).__name__} is not an RMSNorm of a known family")
-        kernel = chosen("rmsnorm", cast(Tensor, site.original.weight), kind.plus_one, device)
-        return Choice(kernel, site.token_bytes, site.token_bytes, site.bytes)
+        spec = rmsnorm.of_weight("rmsnorm", cast(Tensor, site.original.weight), kind.plus_one)
+        kernel = dispatch.choose(spec.op, spec, device)
+        return Choice(kernel, site.token_bytes, site.token_bytes, site.bytes, spec=spec)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         new, kind = adopt(FusedRMSNorm, site.original), norm_of(site.original)

@@ -43,7 +43,7 @@ class RotaryReplacer(KernelReplacer):
         if not frequencies:
             return Reason(f"{type(module).__name__} has no inv_freq")
         spec = Spec("rotary_cos_sin", {"M": 1, "K": 2 * frequencies[0].shape[0]}, torch.float32)
-        return Choice(dispatch.choose("rotary_cos_sin", spec, device), 0, 0, site.bytes)
+        return Choice(dispatch.choose("rotary_cos_sin", spec, device), 0, 0, site.bytes, spec=spec)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         return adopt(FusedRotaryEmbedding, site.original)

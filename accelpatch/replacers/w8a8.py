@@ -16,6 +16,7 @@ from accelpatch.kernels.layouts.row_major import Int8Rows, RowMajor
 from accelpatch.kernels.layouts.w8a8_pack import LONGEST
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.linear import w8a8_linear, w8a8_packed
+from accelpatch.kernels.spec import Spec
 from accelpatch.modules.w8a8_linear import W8A8Linear, w8a8
 from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
@@ -62,12 +63,12 @@ class W8A8(LinearReplacer):
     def of_matrix(self, site: Site, n: int, k: int, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         if k > LONGEST:
             return Reason(f"K = {k}: sums of more than {LONGEST} products overflow an int32")
-        kernel, libraries = planned(n, k, getattr(torch, site.dtype), device)
+        kernel, libraries, spec = planned(n, k, getattr(torch, site.dtype), device)
         resident = n * (k + INT8_SCALE) + bias_bytes(site)
         detail = {"activations": options.get("activations", "dynamic"), "weights": options.get("weights", "channel")}
         return Choice(
             kernel, site.token_bytes, token_bytes(site, resident), resident, detail, libraries=libraries,
-            slower=slower(kernel, device),
+            slower=slower(kernel, device), spec=spec,
         )  # fmt: skip
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
@@ -99,13 +100,14 @@ class W8A8(LinearReplacer):
         return replace(choice, kernel=f"{choice.kernel}, {kind}", detail={**choice.detail, "activations": kind})
 
 
-def planned(n: int, k: int, dtype: torch.dtype, device: Device) -> tuple[str, tuple[str, ...]]:
+def planned(n: int, k: int, dtype: torch.dtype, device: Device) -> tuple[str, tuple[str, ...], Spec]:
     """(the kernel of one token, the device libraries that it needs). Raises KernelError where none can run."""
-    if dispatch.why_not(w8a8_packed.OP, NATIVE, w8a8_packed.of_shape(n, k, dtype), device) is None:
-        return NATIVE, (CPU_LIBRARY,)
+    packed = w8a8_packed.of_shape(n, k, dtype)
+    if dispatch.why_not(packed.op, NATIVE, packed, device) is None:
+        return NATIVE, (CPU_LIBRARY,), packed
     spec = w8a8_linear.of_shape(n, k, dtype)
     chosen = dispatch.choose(w8a8_linear.OP, spec, device)
-    return chosen, w8a8_linear.libraries(spec, device) if chosen == HIP else ()
+    return chosen, w8a8_linear.libraries(spec, device) if chosen == HIP else (), spec
 
 
 def _by_tensor(weight: Any) -> Int8Rows:

@@ -49,8 +49,8 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight.detach().t() if type(module).__name__ == "Conv1D" else weight.detach()
 
 
-def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str) -> tuple[str, str]:
-    """The implementation that would run for one token, and why it is not a native one ("" where it is).
+def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str) -> tuple[str, str, Spec]:
+    """The implementation that would run for one token, why it is not a native one ("" where it is), and the call.
 
     Raises KernelError with every implementation's reason where none can run.
     """
@@ -61,17 +61,19 @@ def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str
     spec = packed_linear.of_shape(site.n, site.k, dtype, group_size, offset, op=packed)
     reason = dispatch.why_not(packed, NATIVE, spec, device)
     if reason is None:
-        return NATIVE, ""
+        return NATIVE, "", spec
     scale = scale_dtype(op, offset)
     spec = Spec(op, {"M": 1, "N": site.n, "K": site.k}, dtype, scale, group_size, offset)
     chosen = dispatch.choose(op, spec, device)
     if device.kind == "cpu":
-        return chosen, f"no native CPU kernels: {reason}"
+        return chosen, f"no native CPU kernels: {reason}", spec
     own = replace(spec, op=ON_GPU.get(op, op))
     if HIP not in dispatch.kernel(own.op).implementations:
-        return chosen, ""
+        return chosen, "", spec
     reason = dispatch.why_not(own.op, HIP, own, device)
-    return (HIP, "") if reason is None else (chosen, f"{op} by {chosen}, not by the HIP kernels: {reason}")
+    if reason is None:
+        return HIP, "", own
+    return chosen, f"{op} by {chosen}, not by the HIP kernels: {reason}", spec
 
 
 def scale_dtype(op: str, kind: str) -> torch.dtype:
@@ -150,12 +152,12 @@ class WeightOnly(LinearReplacer):
         kept = self.kept(options)
         kind = self.kind(kept)
         found = [(group, *kernel_for(op, site, device, group, kind)) for group in groups]
-        group, kernel, note = next((one for one in found if one[1] in (NATIVE, HIP)), found[0])
+        group, kernel, note, spec = next((one for one in found if one[1] in (NATIVE, HIP)), found[0])
         resident = n * k // per_byte + n * (k // group) * self.scale_bytes(kept) + bias_bytes(site)
         return Choice(
             kernel, site.token_bytes, token_bytes(site, resident), resident, {"group_size": group} | kept, note,
             libraries=libraries(kernel, ON_GPU.get(self.op, self.op), site, device, group, kind),
-            slower=slower(kernel, device),
+            slower=slower(kernel, device), spec=spec,
         )  # fmt: skip
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:

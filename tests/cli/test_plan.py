@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import accelpatch
 from tests.support.checkpoints import saved
 from tests.support.packed import plain
+from tests.support.tiny import CAUSAL
 
 from .conftest import Cli
 
@@ -26,6 +28,17 @@ def test_json(cli: Cli, model: str) -> None:
     linear = [site for site in document["sites"] if site["replacer"] == "int8_weight_only"]
     assert len(linear) == 15  # 7 in each of 2 layers, and the head
     assert document["memory"]["fits"] is True
+
+
+def test_why_says_who_runs_and_why_not_others(cli: Cli, model: str) -> None:
+    text = cli("plan", model, "--recipe", "int8", "--why").stdout
+    plain, _, why = text.partition("\n\nwhich implementation runs for how many rows, on ")
+    assert plain.strip() == cli("plan", model, "--recipe", "int8").stdout.strip()
+    assert "  rmsnorm  1- torch\n    1- not triton: Triton kernels run on GPUs" in why
+    lines = json.loads(cli("plan", model, "--recipe", "int8", "--why", "--json").stdout)["why"]
+    assert "\n".join(lines).strip() == f"which implementation runs for how many rows, on {why}".strip()
+    planned = accelpatch.plan(CAUSAL["llama"].make(), "int8")
+    assert planned.why().splitlines()[1:] == [line for line in planned.why().splitlines() if line.startswith("  ")]
 
 
 @pytest.mark.parametrize("name", ["llama2-7b", "gpt2", "opt-13b", "smollm2-135m"])

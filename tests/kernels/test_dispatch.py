@@ -12,7 +12,7 @@ import torch
 
 from accelpatch.device import KNOWN, Device, probe
 from accelpatch.errors import KernelError
-from accelpatch.kernels import dispatch
+from accelpatch.kernels import choice, dispatch
 from accelpatch.kernels.ops.linear import gemm_w8a8
 from accelpatch.kernels.ops.linear.int8_linear import int8_linear, reference
 from accelpatch.kernels.spec import Implementation, Spec
@@ -41,9 +41,12 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         vars(kernel), "implementations", {**more, **kernel.implementations}
     )  # a frozen dataclass keeps its fields in its __dict__
-    monkeypatch.setattr(
-        dispatch, "TABLE", {**dispatch.TABLE, "int8_linear": ("linear.int8_linear", ("never", "narrow", "torch"))}
-    )
+    order_by(monkeypatch, "never", "narrow", "torch")
+
+
+def order_by(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """The order of int8_linear's implementations."""
+    monkeypatch.setattr(choice, "TABLE", {**choice.TABLE, "int8_linear": (choice.Row(names),)})
 
 
 @pytest.mark.parametrize("device", [probe("cpu"), *KNOWN.values()], ids=lambda device: device.arch)
@@ -51,7 +54,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plain_torch_runs_everything_on_every_device(op: str, device: Device) -> None:
     last = "operations" if dispatch.kernel(op).composed else "eager" if op == "flash_attention" else "torch"
     assert dispatch.why_not(op, last, SPEC, device) is None
-    assert dispatch.TABLE[op][1][-1] == last
+    assert all(row.order[-1] == last for row in choice.TABLE[op])
 
 
 def test_a_composed_operation_is_forced_through_its_parts() -> None:
@@ -74,7 +77,6 @@ def gemm_spec(x: torch.Tensor, q: torch.Tensor, *_: Any) -> Spec:
 
 @pytest.mark.parametrize("op", dispatch.TABLE)
 def test_table_names_what_the_files_hold(op: str) -> None:
-    assert set(dispatch.TABLE[op][1]) == set(dispatch.kernel(op).implementations)
     if dispatch.kernel(op).registered:
         assert dispatch.kernel(op).op.custom._qualname == f"accelpatch::{op}"
 
@@ -90,7 +92,7 @@ def test_first_without_a_reason_wins() -> None:
 
 @pytest.mark.usefixtures("refusing")
 def test_no_implementation_gives_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "TABLE", {"int8_linear": ("linear.int8_linear", ("never", "narrow"))})
+    order_by(monkeypatch, "never", "narrow")
     with pytest.raises(KernelError) as raised:
         dispatch.choose("int8_linear", SPEC, KNOWN["gfx942"])
     for part in ("own chip, not a gfx942", "K is 32 or more", "K = 64", "keep this site"):
@@ -220,7 +222,7 @@ OF_REFERENCES = {"dense", "accumulators"} | PARTS_OF_ONE
 
 def test_references_share_no_code_with_implementations() -> None:
     """No reference calls an implementation's functions, and none imports this repository's kernels."""
-    for file in {dispatch.TABLE[op][0] for op in CANONICAL}:
+    for file in {dispatch.TABLE[op] for op in CANONICAL}:
         source = (Path(dispatch.__file__).parent / f"ops/{file.replace('.', '/')}.py").read_text()
         functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
         own = [functions[part] for part in ("reference", *OF_REFERENCES) if part in functions]

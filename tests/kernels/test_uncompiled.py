@@ -12,7 +12,7 @@ import torch
 
 from accelpatch.device import KNOWN, probe
 from accelpatch.errors import CompileError, KernelError
-from accelpatch.kernels import dispatch, uncompiled
+from accelpatch.kernels import choice, dispatch, uncompiled
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.ops.attention import flash_attention
 from accelpatch.kernels.spec import Implementation, Spec
@@ -20,8 +20,8 @@ from accelpatch.kernels.spec import Implementation, Spec
 CPU, REASON = torch.device("cpu"), "Triton 3.9.0 cannot compile it for gfx942: the compiler ended with SIGABRT"
 OPS = [
     op
-    for op, (_, names) in dispatch.TABLE.items()
-    if "triton" in names and op != "flash_attention" and list(dispatch.kernel(op).cases())
+    for op in dispatch.TABLE
+    if "triton" in dispatch.kernel(op).implementations and op != "flash_attention" and list(dispatch.kernel(op).cases())
 ]  # flash_attention has an order by device, without Triton on a CPU
 Plant = Callable[..., list[int]]
 
@@ -35,7 +35,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
-    """A function that gives an operation an implementation that does not compile; returns its calls."""
+    """A function that gives an operation an implementation, tried first, that does not compile; returns its calls."""
 
     def planted(op: str, name: str = "triton", why_not: Any = dispatch.anywhere) -> list[int]:
         ran: list[int] = []
@@ -48,6 +48,8 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
         monkeypatch.setitem(
             vars(entry), "implementations", {**entry.implementations, name: Implementation(run, why_not)}
         )
+        others = [one for one in choice.TABLE[op][-1].order if one != name]
+        monkeypatch.setattr(choice, "TABLE", {**choice.TABLE, op: (choice.Row((name, *others)),)})
         return ran
 
     return planted
@@ -152,7 +154,7 @@ def test_a_part_of_a_composed_one_is_replaced_alone(forced: str | None, plant: P
 
 def test_without_another_every_reason_is_given(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant("rmsnorm")
-    monkeypatch.setattr(dispatch, "TABLE", {**dispatch.TABLE, "rmsnorm": ("rmsnorm", ("triton",))})
+    monkeypatch.setattr(choice, "TABLE", {**choice.TABLE, "rmsnorm": (choice.Row(("triton",)),)})
     with (
         pytest.warns(UserWarning, match="another implementation"),
         pytest.raises(KernelError, match=r"no implementation of rmsnorm runs (.|\n)*triton: Triton 3.9.0 cannot"),

@@ -47,8 +47,8 @@ def run(device: torch.device | str = "cpu") -> list[SelftestRecord]:
 
 def records(device: torch.device) -> Iterator[SelftestRecord]:
     """The records of `run`, one by one."""
-    for op, (_, names) in dispatch.TABLE.items():
-        for name in names:
+    for op in dispatch.TABLE:
+        for name in dispatch.kernel(op).implementations:
             for case in dispatch.kernel(op).cases():
                 for dtype in DTYPES:
                     yield _record(op, name, case.id, dtype, partial(_of_case, op, name, case, dtype, device))

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from accelpatch.kernels.arguments import HALVES
 from accelpatch.kernels.layouts.gguf_blocks import FORMS, columns
 from accelpatch.kernels.triton.dequantize import Floats, by_slices
-from accelpatch.kernels.triton.gemm import HALVES, Block, Blocks, flat_rows, grid, in_runs, leave
+from accelpatch.kernels.triton.gemm import Block, Blocks, flat_rows, grid, in_runs, leave
 from accelpatch.kernels.triton.launch import cdiv, on
 
 BLOCKS = Blocks((Block(16, 64, 64, 4, 3), Block(32, 64, 64, 4, 3), Block(64, 64, 64, 4, 3)))

@@ -20,7 +20,6 @@ from accelpatch.kernels.layouts.tiling import TILE_VALUES
 from accelpatch.kernels.triton.dependent_launch import overlap
 from accelpatch.kernels.triton.launch import cdiv, dependent, on
 
-HALVES = (torch.bfloat16, torch.float16)
 LEAST_RUN = 512  # least length of a K split
 
 

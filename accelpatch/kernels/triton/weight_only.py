@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from accelpatch.kernels.arguments import HALVES
 from accelpatch.kernels.layouts.int4_tiles import Tiles, places
 from accelpatch.kernels.layouts.tiling import TILE_VALUES
 from accelpatch.kernels.triton.dequantize import Floats, _beside, _value, by_slices, int4_floats, int8_floats
-from accelpatch.kernels.triton.gemm import HALVES, INT8, Block, Blocks, flat_rows, grid, in_runs, leave, linear
+from accelpatch.kernels.triton.gemm import INT8, Block, Blocks, flat_rows, grid, in_runs, leave, linear
 from accelpatch.kernels.triton.launch import on
 
 KINDS = {"none": 0, "zero_point": 1, "minimum": 2, "nf4": 3, "fp4": 4}

@@ -23,9 +23,9 @@ from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops.attention import on_cpu as attention_cpu
 from accelpatch.kernels.ops.attention import packages as attention_packages
 from accelpatch.kernels.ops.attention import sdpa as attention_sdpa
+from accelpatch.kernels.ops.attention import stored as attention_stored
 from accelpatch.kernels.ops.attention.cases import cases
 from accelpatch.kernels.ops.attention.mask import by_token, combined, emptied, shown, visible
-from accelpatch.kernels.ops.attention.order import order
 from accelpatch.kernels.spec import Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
@@ -196,4 +196,4 @@ IMPLEMENTATIONS = {
     **attention_sdpa.IMPLEMENTATIONS,
     "eager": Implementation(by_eager, dispatch.anywhere),
 }
-KERNELS = {OP: Kernel(flash_attention, reference, spec, IMPLEMENTATIONS, cases, order=order)}
+KERNELS = {OP: Kernel(flash_attention, reference, spec, IMPLEMENTATIONS, cases, measured=attention_stored.preferred)}

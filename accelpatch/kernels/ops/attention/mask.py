@@ -8,18 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelpatch.kernels.spec import Spec
-
-
-def needs_mask(spec: Spec) -> bool:
-    """Whether torch needs a mask for this call."""
-    options, length = spec.options, spec.sizes["L"]
-    if options["ranges"] or options["bias"] is not None:
-        return True
-    if not options["causal"] or length == 1:
-        return False
-    return bool(options["window"]) or length != spec.sizes["S"]
-
 
 def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors with a contiguous last dimension; copied only where needed."""

@@ -16,7 +16,6 @@ from accelpatch.kernels.cpu.native_library import Attention, check, native, poin
 from accelpatch.kernels.spec import Implementation, Spec
 
 FEW = 8  # queries
-LEAST = 1 << 20  # multiplications for the scores of a row, below which the call takes longer than torch's attention
 MOST_GROUPED = 64  # query heads of a key head
 
 
@@ -32,8 +31,6 @@ def why_not(spec: Spec, device: Device) -> str | None:
             return f"the native kernel takes no {what}"
     if not 0 < sizes["L"] <= FEW or not sizes["B"]:
         return f"the native kernel takes 1 to {FEW} queries"
-    if (count := sizes["H"] * sizes["L"] * sizes["S"] * sizes["D"]) < LEAST:
-        return f"the native kernel gains nothing from {count} multiplications a row, fewer than {LEAST}"
     if sizes["H"] > MOST_GROUPED * sizes["Hkv"]:
         return f"the native kernel takes up to {MOST_GROUPED} query heads of a key head"
     return native_library.why_not(device)

@@ -19,30 +19,29 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from accelpatch.device import Device
+from accelpatch.kernels.arguments import HALVES
+from accelpatch.kernels.attention_shape import needs_mask
 from accelpatch.kernels.ops.attention.mask import (
     by_token,
     combined,
     emptied,
-    needs_mask,
     rows_contiguous,
     shown,
     visible,
     without_hidden,
 )
-from accelpatch.kernels.ops.attention.order import HALVES
 from accelpatch.kernels.spec import Implementation, Spec
 
 LARGEST_MASK = 2 << 30  # bytes
-LONG_PART = 2048  # queries: cuDNN makes a plan for every new shape, which takes longer than a short part does
 FLASH_HEAD, CUDNN_HEAD = 256, 128
 FIRST_CUDNN = 91501  # earlier ones fail for lengths that are no multiple of 128 (pytorch/pytorch issue 169849)
 
 
-def is_long_part(spec: Spec) -> bool:
-    """Whether a call is about the last of a causal prompt's tokens, and they are many."""
+def is_part(spec: Spec) -> bool:
+    """Whether a call is about the last of a causal prompt's tokens, and they are several."""
     masked = spec.options["ranges"] or spec.options["bias"] is not None or spec.options["window"]
     earlier = spec.sizes["S"] - spec.sizes["L"]  # cuDNN takes more than one key
-    return spec.options["causal"] and not masked and spec.sizes["L"] >= LONG_PART and earlier > 1
+    return spec.options["causal"] and not masked and spec.sizes["L"] > 1 and earlier > 1
 
 
 def why_not(spec: Spec, device: Device) -> str | None:
@@ -91,7 +90,7 @@ def cudnn_why_not(spec: Spec, device: Device) -> str | None:
         return reason
     if spec.dtype not in HALVES or spec.sizes["D"] > CUDNN_HEAD or spec.sizes["D"] % 8:
         return f"cuDNN's attention takes 16 bits and heads of up to {CUDNN_HEAD}, in steps of 8"
-    if not is_long_part(spec) and (needs_mask(spec) or spec.sizes["S"] == 1):
+    if not is_part(spec) and (needs_mask(spec) or spec.sizes["S"] == 1):
         return "cuDNN's attention is used without a mask, and for more than one key"
     version = torch.backends.cudnn.version() if device.index is not None else FIRST_CUDNN  # a plan has no library
     return None if version and version >= FIRST_CUDNN else f"cuDNN {version} is older than {FIRST_CUDNN}"

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from accelpatch.device import Device
-from accelpatch.kernels.choice import LEAST_EXPERTS, few
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.experts import binding as launched
 from accelpatch.kernels.layouts import expert_tiles
@@ -22,17 +21,13 @@ from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 from accelpatch.kernels.spec import Spec
 
 ACTIVATIONS = ("silu", "swish")
-READS = 2  # of each expert, up to which the kernels are faster than those that read it once (an H100)
 
 
 def why_not(spec: Spec, device: Device) -> str | None:
     """Why the device library cannot run a spec; None where it can."""
     if reason := _without_library(spec, device) or _unfit(spec):
         return reason
-    if not spec.options["tiled"]:
-        return "its weights lie in words, not in tiles"
-    pairs, reads = spec.sizes["M"] * spec.sizes["k"], READS * spec.sizes["E"]
-    return None if few(pairs, reads) else f"{pairs} chosen experts are more than {max(reads, LEAST_EXPERTS)}"
+    return None if spec.options["tiled"] else "its weights lie in words, not in tiles"
 
 
 def why_not_tiles(spec: Spec, device: Device) -> str | None:

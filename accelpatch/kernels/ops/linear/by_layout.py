@@ -50,8 +50,8 @@ class LinearOf:
 
     operation: torch's custom op over x, the layout's `arguments()` and the bias. facts: those of its dispatch, from the
     same arguments without the bias. gated: implementations of the operation that compute silu(first half of the
-    columns) * second half in one launch, by name: (x, weight, bias) -> y. many: makes a function of x for more rows
-    than `binding.MAX_ROWS`, by Triton, once a weight, or returns None.
+    columns) * second half in one launch, by name: (x, weight, bias) -> y. many: makes a function of x for many
+    rows, by Triton, once a weight, or returns None.
 
     Of canonical layouts: dense: (dtype, *arguments, bias) -> the weight and the bias as floats. packed: the weight in
     the layout of the native CPU kernels. tiles: as a GPU reads it for x of a dtype; None where it reads the rows.

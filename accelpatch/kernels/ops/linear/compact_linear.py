@@ -30,7 +30,6 @@ from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 OP = "compact_linear"
 BLOCK = 100 << 20  # values unpacked at once: 200 MiB of bfloat16, gate and up of a 7B model
 CHECKED = 1 << 24  # values unpacked at once in torch, which needs some 30 bytes for each
-MAX_TILED_ROWS = 24  # up to this many rows of x the GEMV kernels run, 8 rows per pass; beyond, unpack once for a GEMM
 
 
 def dense(dtype: torch.dtype, *args: Any) -> tuple[Tensor, Tensor | None]:
@@ -84,7 +83,7 @@ def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
 def why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_hip` cannot run a spec; None where it can."""
     reason = compact_tiles.unfit(spec.sizes["K"], spec.dtype) or binding.why_not(spec, device, "gemv_compact")
-    return reason or common.too_many_rows(spec, MAX_TILED_ROWS)
+    return reason or common.too_many_rows(spec, binding.MAX_ROWS)
 
 
 def libraries(dtype: torch.dtype) -> tuple[str, ...]:

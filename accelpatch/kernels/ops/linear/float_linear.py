@@ -1,6 +1,6 @@
 """Linear layer with a plain weight: y[M, N] = x[M, K] @ w[N, K]^T + bias[N], weight and activations of one dtype.
 
-For few rows of x, where reading the weight is the bottleneck (on Hopper up to 64 rows); torch's GEMM serves the rest.
+For few rows of x, where reading the weight is the bottleneck; torch's GEMM serves the rest.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.arguments import FLOATS, require, say
+from accelpatch.kernels.arguments import FLOATS, HALVES, require, say
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import Plain
 from accelpatch.kernels.operation import operation
@@ -20,7 +20,6 @@ from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
 OP = "float_linear"
-GEMM_LEAST_ROWS, GEMM_STEP = 2048, 128  # `by_triton`: least N, and a divisor of K
 
 
 def dense(dtype: torch.dtype, w: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -57,7 +56,7 @@ def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
 
 def why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_hip` cannot run a spec; None where it can."""
-    return binding.why_not(spec, device, "gemv") or common.too_many_rows(spec, binding.MAX_GEMV_ROWS)
+    return binding.why_not(spec, device, "gemv") or common.too_many_rows(spec, binding.MAX_ROWS)
 
 
 def libraries(dtype: torch.dtype) -> tuple[str, ...]:
@@ -66,25 +65,19 @@ def libraries(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def by_hip(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The implementation `hip`: reads the weight once, for up to 8 rows of x."""
+    """The implementation `hip`: reads the weight once per 8 rows of x."""
     return binding.launch(Plain(w).launch(), x, bias=bias)
 
 
 def triton_why_not(spec: Spec, device: Device) -> str | None:
-    """Why `by_triton` cannot run a spec: it serves 9 to 64 rows on Hopper, for weights of sizes like those measured."""
-    m, n, k = (spec.sizes[name] for name in "MNK")
-    if reason := common.too_many_rows(spec, binding.MAX_ROWS) or launch.why_not(device, spec.dtype):
+    """Why `by_triton` cannot run a spec; None where it can."""
+    if reason := common.too_large(spec) or launch.why_not(device, spec.dtype):
         return reason
-    if m <= binding.MAX_GEMV_ROWS:
-        return f"{m} rows are fewer than the {binding.MAX_GEMV_ROWS + 1} from which it is faster"
-    if spec.dtype not in binding.DTYPES:
+    if spec.dtype not in HALVES:
         return f"its activations are bfloat16 or float16, not {spec.dtype}"
-    if n < GEMM_LEAST_ROWS or k % GEMM_STEP:
-        return f"N = {n} is less than {GEMM_LEAST_ROWS}, or K = {k} no multiple of {GEMM_STEP}"
-    if not spec.options.get("contiguous", True):
-        return "the weight has gaps"
-    matrix = "no matrix unit" if device.facts is None else device.facts.matrix
-    return None if matrix == "wgmma" else f"it was measured on Hopper (wgmma) alone, not on {matrix}"
+    if not spec.sizes["M"]:
+        return "x has no rows"
+    return None if spec.options.get("contiguous", True) else "the weight has gaps"
 
 
 def by_triton(x: Tensor, w: Tensor, bias: Tensor | None = None, gate: bool = False) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.device import Device
-from accelpatch.kernels import dispatch
+from accelpatch.kernels import choice, dispatch
 from accelpatch.kernels.arguments import require
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Signal
@@ -118,7 +118,7 @@ class FusedLinear(Described):
             return ACTIVATIONS[self.activation](self.without_activation.large_m(x))
         if isinstance(x, QuantizedRows):
             return w8a8_linear.of_rows(x, self.weight.w, self.weight.scale, self.bias, gate)  # type: ignore[attr-defined]
-        if gate is None and (x.shape[0] <= binding.MAX_ROWS or self.many is None):
+        if gate is None and (x.shape[0] < choice.WRITTEN_OUT or self.many is None):
             return self.linear.operation.function(x, *self.weight.arguments(), self.bias)
         facts = self.linear.facts(x, *self.weight.arguments()) if self.gates(gate) else ()
         y: Tensor = dispatch.run(LARGE_M, large_m_spec, x.device, (self, x, gate), facts)
@@ -136,7 +136,7 @@ class FusedLinear(Described):
 
     @functools.cached_property
     def many(self) -> Callable[[Tensor], Tensor] | None:
-        """The layout's function for more rows than `binding.MAX_ROWS`, or None."""
+        """The layout's function for rows from `choice.WRITTEN_OUT` on, or None."""
         many = self.linear.many
         return None if many is None else many(self.weight, self.bias)
 
@@ -232,7 +232,8 @@ def by_operations(
 def large_m_spec(layer: FusedLinear, x: Tensor, gate: str | None) -> Spec:
     """The Spec of a call, for dispatch. of_weight: of the linear operation, where its launch may apply the gate."""
     sizes, row = spec(layer, x).sizes, layer.linear
-    options: dict[str, Any] = {"gate": gate, "gated": row.gated, "many": gate is None and layer.many is not None}
+    options: dict[str, Any] = {"weight": row.op, "gate": gate, "gated": row.gated}
+    options["many"] = gate is None and layer.many is not None
     if layer.gates(gate) and row.gated:
         options["of_weight"] = dispatch.kernel(row.op).spec(x, *layer.weight.arguments(), layer.bias)
     return Spec(LARGE_M, sizes, x.dtype, options=options)
@@ -256,8 +257,7 @@ def triton_why_not(spec: Spec, device: Device) -> str | None:
     """Why `triton`, a GEMM with the gate inside or of a weight written out once, cannot run; None where it can."""
     if spec.options["gate"] is not None:
         return _gate_why_not("triton", spec, device)
-    many = spec.options["many"] and spec.sizes["M"] > binding.MAX_ROWS and device.kind != "cpu"
-    return None if many else "it prepares no weight for this layout and so few rows"
+    return None if spec.options["many"] and device.kind != "cpu" else "it prepares no weight for this layout"
 
 
 def by_hip_gemm(layer: FusedLinear, x: Tensor, gate: str | None) -> Tensor:

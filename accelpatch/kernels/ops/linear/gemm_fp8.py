@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
 OP, GATED = "gemm_fp8", "gated_fp8"
-FEW_ROWS = 64  # up to so many rows Triton streams the weight as a GEMV does
 FAST = 8192  # values of K whose bfloat16 sums may stay in Hopper's matrix unit: 63% of the float rule's bound at 4,096
 ALIGNED = 16  # values that N and K of torch._scaled_mm are multiples of
 
@@ -102,7 +100,7 @@ def of_shape(
 
 
 def torch_why_not(spec: Spec, device: Device) -> str | None:
-    """Why plain torch does not run a spec: on a GPU whose unit takes another form it would be slow in its stead."""
+    """Why plain torch does not run a spec: a weight in a form that is not the GPU's own is to be converted first."""
     return None if device.fp8 is None else form_why_not(spec, device)
 
 
@@ -133,7 +131,7 @@ def _values(form: torch.dtype) -> Tensor:
 
 
 def scaled_mm_why_not(spec: Spec, device: Device) -> str | None:
-    """Why `by_scaled_mm` cannot run a spec; None where it can. Few rows are streamed, where Triton can."""
+    """Why `by_scaled_mm` cannot run a spec; None where it can."""
     m, n, k = (spec.sizes[name] for name in "MNK")
     if device.kind != "cuda":
         return "torch._scaled_mm has scales of rows on GPUs alone"
@@ -143,8 +141,6 @@ def scaled_mm_why_not(spec: Spec, device: Device) -> str | None:
         return "torch._scaled_mm with scales of rows gives bfloat16, and takes a bias of it"
     if m == 0 or n % ALIGNED or k % ALIGNED:
         return f"torch._scaled_mm takes rows, and N and K that are multiples of {ALIGNED}, not {m}, {n}, {k}"
-    if m <= FEW_ROWS and triton_why_not(replace(spec, op=OP), device) is None:  # with a gate it is that product too
-        return f"it computes tiles, and {m} rows are streamed"
     return None
 
 
@@ -165,8 +161,6 @@ def triton_why_not(spec: Spec, device: Device) -> str | None:
     m, n = spec.sizes["M"], spec.sizes["N"]
     if max(m, n) >= 1 << 30 or m * n >= 1 << 31:
         return f"M = {m} and N = {n} are more than its 32-bit indices reach"
-    if spec.op == GATED and m <= FEW_ROWS:
-        return f"with a gate it takes tiles, and {m} rows are streamed"
     return launch.why_not(device, spec.dtype) or form_why_not(spec, device)
 
 

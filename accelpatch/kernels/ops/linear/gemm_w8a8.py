@@ -35,7 +35,6 @@ from accelpatch.kernels.triton import launch
 
 OP = "gemm_w8a8"
 LONGEST = (1 << 17) - 1  # K up to which 128 * 128 * K is an int32
-FEW_ROWS = 64  # up to so many rows the weight is streamed as by a GEMV
 OUTPUTS = (torch.int8, torch.float32, torch.bfloat16, torch.float16)
 NAMES = ("none", "relu", "silu", "gelu", "gelu_tanh")
 EXACT = 1024  # values of K whose products float32 adds up exactly
@@ -145,14 +144,6 @@ def finished(
     if activation != "none":
         y = ACTIVATIONS[activation](y)
     return stored(y if residual is None else y + residual.float(), dtype).contiguous()
-
-
-def ck_why_not(spec: Spec, device: Device) -> str | None:
-    """Why Composable Kernel cannot run a spec; None where it can. Few rows are streamed, where Triton can."""
-    m = spec.sizes["M"]
-    if spec.sizes["B"] == 1 and m <= FEW_ROWS and triton_why_not(spec, device) is None:
-        return f"it computes tiles, and {m} rows are streamed"
-    return ck.why_not(spec, device)
 
 
 def by_torch(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
@@ -290,7 +281,7 @@ def cases() -> list[Case]:
 
 
 IMPLEMENTATIONS = {
-    "ck": Implementation(ck.gemm_w8a8, ck_why_not),
+    "ck": Implementation(ck.gemm_w8a8, ck.why_not),
     "triton": Implementation(by_triton, triton_why_not),
     "int_mm": Implementation(by_int_mm, int_mm_why_not),
     "torch": Implementation(by_torch, dispatch.anywhere),

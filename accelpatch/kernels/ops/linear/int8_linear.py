@@ -54,11 +54,10 @@ def by_torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) ->
 
 
 def why_not(spec: Spec, device: Device) -> str | None:
-    """Why `by_hip` cannot run a spec; None where it can. For 9 to 64 rows it serves where Triton cannot."""
+    """Why `by_hip` cannot run a spec; None where it can."""
     if spec.group_size != spec.sizes["K"]:
         return f"it takes one scale a row (group_size null), not groups of {spec.group_size}"
-    most = binding.MAX_ROWS if triton_why_not(spec, device) else binding.MAX_GEMV_ROWS
-    return binding.why_not(spec, device, "gemv_int8", "rows") or common.too_many_rows(spec, most)
+    return binding.why_not(spec, device, "gemv_int8", "rows") or common.too_many_rows(spec, binding.MAX_ROWS)
 
 
 def libraries(spec: Spec, device: Device) -> tuple[str, ...]:

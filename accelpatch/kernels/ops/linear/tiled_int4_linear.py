@@ -28,7 +28,7 @@ from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
 OP, GEMM = "tiled_int4_linear", "int4_gemm"
-GEMM_SHARED = 227 * KIB  # of a block, for 9 to 64 rows
+GEMM_SHARED = 227 * KIB  # of a block
 
 
 def tiles_for(rows: Int4Rows, dtype: torch.dtype) -> Tiles | None:
@@ -86,9 +86,8 @@ def of_shape(
 
 
 def why_not(spec: Spec, device: Device) -> str | None:
-    """Why `by_hip` cannot run a spec; None where it can. For 9 to 64 rows it serves where Triton cannot."""
-    most = binding.MAX_ROWS if triton_why_not(spec, device) else binding.MAX_GEMV_ROWS
-    return _unfit(spec, device, *gemv_of(spec)) or common.too_many_rows(spec, most)
+    """Why `by_hip` cannot run a spec; None where it can."""
+    return _unfit(spec, device, *gemv_of(spec)) or common.too_many_rows(spec, binding.MAX_ROWS)
 
 
 def gemv_of(spec: Spec) -> tuple[str, str]:
@@ -120,15 +119,12 @@ def by_hip(x: Tensor, *args: Any) -> Tensor:
 
 
 def gemm_why_not(spec: Spec, device: Device) -> str | None:
-    """Why `by_hip_gemm` cannot run a spec: it serves 9 to 64 rows on Hopper and later, for groups of 128 or more.
-
-    Without clusters a narrow weight has too few blocks.
-    """
+    """Why `by_hip_gemm` cannot run a spec: it takes 1 to 64 rows on Hopper and later, and groups of 128 or more."""
     m, k, group = spec.sizes["M"], spec.sizes["K"], spec.group_size
     if reason := _unfit(spec, device, GEMM) or common.too_many_rows(spec, binding.MAX_ROWS):
         return reason
-    if m <= binding.MAX_GEMV_ROWS:
-        return f"{m} rows are fewer than the {binding.MAX_GEMV_ROWS + 1} from which it is faster"
+    if not m:
+        return "x has no rows"
     if device.facts is None or not device.facts.clusters or device.facts.block_shared < GEMM_SHARED:
         return f"it needs clusters and {GEMM_SHARED // KIB} KiB of shared memory a block, which {device.arch} has not"
     if group is None or group < TILE_VALUES:
@@ -151,7 +147,7 @@ def _in_order(x: Tensor, args: tuple[Any, ...], gemm: bool = False) -> Tensor:
 def facts(x: Tensor, *tiles: Any) -> dispatch.Facts:
     """Whether rows of x are aligned to 16 bytes (those with gaps are copied), which `by_hip_gemm` depends on."""
     m = x.shape[:-1].numel()
-    if not binding.MAX_GEMV_ROWS < m <= binding.MAX_ROWS:
+    if not (m > binding.MAX_GEMV_ROWS or dispatch.watched()) or m > binding.MAX_ROWS or not m:  # else it may be forced
         return ()
     rows = x.reshape(m, x.shape[-1])
     return (("aligned", rows.stride(1) != 1 or (rows.data_ptr() % 16 == 0 and rows.stride(0) % 8 == 0)),)

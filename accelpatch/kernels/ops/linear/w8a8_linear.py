@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.device import Device, probe
-from accelpatch.kernels import dispatch
+from accelpatch.kernels import choice, dispatch
 from accelpatch.kernels.arguments import require
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import FP8, form_name, fp8_name
@@ -25,7 +25,6 @@ from accelpatch.kernels.ops.activation import gated_activation
 from accelpatch.kernels.ops.activation import quantize_rows as rows
 from accelpatch.kernels.ops.linear import common, gemm_fp8, gemm_w8a8
 from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
-from accelpatch.kernels.triton import launch
 
 OP = "w8a8_linear"
 LONGEST = 133152  # K up to which 127 * 127 * K is an int32
@@ -58,13 +57,10 @@ def spec(x: Tensor, q: Tensor, scale: Tensor, input_scale: Tensor | None = None,
     return of_shape(n, k, x.dtype, m=m, form=q.dtype)
 
 
-def of_shape(
-    n: int, k: int, dtype: torch.dtype, *, m: int = 1, gate: str | None = None, form: torch.dtype = torch.int8
-) -> Spec:
-    """The Spec of a linear layer of this size, for planning before there is a weight. gate: see `of_rows`. form: of the
-    weight and the activations."""
-    options = {"gate": gate, "form": form_name(form)}
-    return Spec(OP, {"M": m, "N": n, "K": k}, dtype, torch.float32, k, options=options)
+def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1, form: torch.dtype = torch.int8) -> Spec:
+    """The Spec of a linear layer of this size, for planning before there is a weight. form: of the weight and the
+    activations."""
+    return Spec(OP, {"M": m, "N": n, "K": k}, dtype, torch.float32, k, options={"form": form_name(form)})
 
 
 def form_of(spec: Spec) -> torch.dtype:
@@ -91,8 +87,6 @@ def _scaled_gemm(xq: Tensor, q: Tensor, xs: Tensor, ws: Tensor, bias: Tensor | N
 def triton_why_not(spec: Spec, device: Device) -> str | None:
     """Why the rows and their products cannot run by Triton; None where they can."""
     sizes, form = (spec.sizes["M"], spec.sizes["N"], spec.sizes["K"]), form_of(spec)
-    if spec.options.get("gate") is not None and sizes[0] <= gemm_w8a8.FEW_ROWS:
-        return f"with a gate it takes tiles, and {sizes[0]} rows are streamed"
     if reason := rows.triton_why_not(rows.of_shape(sizes[2], spec.dtype, form=form), device):
         return reason
     if form == torch.int8:
@@ -108,12 +102,11 @@ def of_rows(x: rows.QuantizedRows, q: Tensor, scale: Tensor, bias: Tensor | None
     xs, ws = x.scale.expand(len(x.q), 1).reshape(-1), scale.view(-1)
     if gate is not None and q.dtype in FP8:
         return gemm_fp8.gated_fp8.function(x.q, q, xs, ws, bias, gate, x.dtype)
-    if gate is not None:
-        spec = of_shape(q.shape[0], q.shape[1], x.dtype, m=len(x.q), gate=gate)
-        if triton_why_not(spec, probe(q.device)) is None:
-            from accelpatch.kernels.triton.gemm_w8a8 import gated as run
+    m, (n, k) = len(x.q), q.shape
+    if gate is not None and m > choice.STREAMED and not triton_why_not(of_shape(n, k, x.dtype, m=m), probe(q.device)):
+        from accelpatch.kernels.triton.gemm_w8a8 import gated as run
 
-            return run(x.q, q, xs, ws, bias, gate, x.dtype)
+        return run(x.q, q, xs, ws, bias, gate, x.dtype)
     y = _scaled_gemm(x.q, q, xs, ws, bias, x.dtype)
     if gate is None:
         return y
@@ -128,10 +121,9 @@ def gated_many(x: Tensor, q: Tensor, scale: Tensor, input_scale: Tensor | None, 
 
 
 def why_not(spec: Spec, device: Device) -> str | None:
-    """Why `by_hip` cannot run a spec; None where it can. For 9 to 64 rows it serves where Triton cannot."""
-    most = binding.MAX_ROWS if launch.why_not(device, spec.dtype) else binding.MAX_GEMV_ROWS
+    """Why `by_hip` cannot run a spec; None where it can."""
     reason = rows.form_why_not(spec, device) or binding.why_not(spec, device, *function_of(form_of(spec)))
-    return reason or common.too_many_rows(spec, most)
+    return reason or common.too_many_rows(spec, binding.MAX_ROWS)
 
 
 def libraries(spec: Spec, device: Device) -> tuple[str, ...]:

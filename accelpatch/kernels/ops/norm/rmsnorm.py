@@ -245,7 +245,7 @@ KERNELS = {
 }
 
 
-def chosen(op: str, weight: Tensor, plus_one: bool, device: Device) -> str:
-    """The implementation of `op`, rmsnorm or add_rmsnorm, that would run for a norm. Raises KernelError."""
+def of_weight(op: str, weight: Tensor, plus_one: bool) -> Spec:
+    """The Spec of `op`, rmsnorm or add_rmsnorm, for planning."""
     options = {"plus_one": plus_one, "weight_dtype": weight.dtype, "residual_dtype": weight.dtype}
-    return dispatch.choose(op, Spec(op, {"M": 1, "K": weight.shape[0]}, weight.dtype, options=options), device)
+    return Spec(op, {"M": 1, "K": weight.shape[0]}, weight.dtype, options=options)

@@ -44,7 +44,6 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"experts": 1025}, "1025 experts are more than the 1024 that a kernel chooses from"),
     "width": ({"width": 16512}, "its tokens have 16512 values, and a norm inside takes up to 16384"),
     "words": ({"tiled": False}, "its weights lie in words, not in tiles"),
-    "tokens": ({"tokens": 33}, "264 chosen experts are more than 256"),
 }
 
 
@@ -55,6 +54,12 @@ def test_reasons(reason: str, arch: str) -> None:
     assert dispatch.choose(OP, asked(), KNOWN[arch]) == "hip"
     assert due in str(routed_experts.hip_why_not(asked(**changes), KNOWN[arch]))
     assert dispatch.choose(OP, asked(**changes), KNOWN[arch]) == "operations"
+
+
+@pytest.mark.parametrize("tokens, name", [(32, "hip"), (33, "operations")])
+def test_many_tokens_are_not_read_one_by_one(tokens: int, name: str) -> None:
+    assert dispatch.choose(OP, asked(tokens), KNOWN["sm_90"]) == name
+    assert routed_experts.hip_why_not(asked(tokens), KNOWN["sm_90"]) is None
 
 
 def arguments() -> list[Any]:

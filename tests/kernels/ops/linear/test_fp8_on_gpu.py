@@ -47,7 +47,7 @@ def made(m: int, n: int, k: int, dtype: torch.dtype, bias: bool = False, seed: i
 
 def able(op: str, args: tuple[Any, ...]) -> list[str]:
     spec = dispatch.kernel(op).spec(*args)
-    return [one for one in dispatch.TABLE[op][1] if dispatch.why_not(op, one, spec, probe(CUDA)) is None]
+    return [one for one in dispatch.kernel(op).implementations if dispatch.why_not(op, one, spec, probe(CUDA)) is None]
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=name)

@@ -228,7 +228,8 @@ def test_who_runs_a_product_with_its_gate(
 ) -> None:
     plain = ops.of_shape(m, n, k, dtype, TAKES[arch], bias=bias)
     spec = replace(plain, op="gated_fp8", options={**plain.options, "activation": "silu"})
-    able = [one for one in dispatch.TABLE[spec.op][1] if dispatch.why_not(spec.op, one, spec, KNOWN[arch]) is None]
+    order = dispatch.order(spec.op, spec, KNOWN[arch])
+    able = [one for one in order if dispatch.why_not(spec.op, one, spec, KNOWN[arch]) is None]
     assert able == names
     # what is forced is forced for the product that it is made of too
     assert "scaled_mm" not in able or dispatch.why_not(plain.op, "scaled_mm", plain, KNOWN[arch]) is None
@@ -238,8 +239,8 @@ def test_without_triton_torch_has_few_rows_too(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(launch, "_installed", lambda: False)
     spec = ops.of_shape(16, 4096, 4096, torch.bfloat16)
     gated = replace(spec, op="gated_fp8", options={**spec.options, "activation": "silu"})
-    for one in (spec, gated):
-        assert dispatch.choose(one.op, one, KNOWN["sm_90"]) == "scaled_mm"
+    assert dispatch.choose(spec.op, spec, KNOWN["sm_90"]) == "scaled_mm"
+    assert dispatch.choose(gated.op, gated, KNOWN["sm_90"]) == "operations"  # that product, then the gate
 
 
 @FORMS

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.device import KNOWN
+from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.int4_tiles import Tiles
@@ -39,9 +40,15 @@ def test_takes_many(arch: str, k: int, group: int, cut: int, takes: bool) -> Non
     q, scale = torch.zeros(16, k // 2, dtype=torch.int8), torch.ones(16, k // group, dtype=torch.float16)
     x = torch.zeros(65, cut + k, dtype=torch.bfloat16)[:, cut:]
     tiles = Tiles.pack(q, scale, None)
-    for m, due in ((8, False), (9, takes), (64, takes), (65, False)):
-        asked = replace(tiled_int4_linear.spec(x[:m], *tiles, None), options=dict(tiled_int4_linear.facts(x[:m])))
-        assert (tiled_int4_linear.gemm_why_not(asked, KNOWN[arch]) is None) == due
+    with dispatch.forced("hip_gemm"):  # else nothing is asked about up to 8 rows, which others take
+        facts = {m: dict(tiled_int4_linear.facts(x[:m])) for m in (0, 1, 8, 9, 64, 65)}
+    for m, options in facts.items():
+        asked = replace(tiled_int4_linear.spec(x[:m], *tiles, None), options=options)
+        assert (tiled_int4_linear.gemm_why_not(asked, KNOWN[arch]) is None) == (takes and 0 < m < 65)
+        if m > 8:
+            assert dict(tiled_int4_linear.facts(x[:m])) == options
+        else:
+            assert not tiled_int4_linear.facts(x[:m])
 
 
 @pytest.fixture
