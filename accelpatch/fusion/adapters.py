@@ -51,7 +51,7 @@ class Adapted:
     @property
     def raw(self) -> Tensor:
         """The base layer's weight as it lies in memory."""
-        return self.base.raw
+        return self.base.weight.w
 
     def large_m(self, x: Tensor, gate: str | None = None) -> Tensor:
         """As FusedLinear.large_m."""
@@ -95,7 +95,7 @@ def with_adapters(base: FusedLinear, modules: Sequence[Any], dtype: torch.dtype)
         rows += size
     if not downs:
         return base
-    place = base.raw.device
+    place = base.weight.w.device
     if any(part.device != place for part in (*downs, *ups)):
         raise CannotFuse(f"an adapter lies on another device than {place}")
     down, up = torch.cat(downs), torch.cat(ups, 1)

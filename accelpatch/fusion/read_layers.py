@@ -168,7 +168,7 @@ def linears_of(layer: Any) -> tuple[Any, ...]:
 def checked(module: Any, dtype: torch.dtype) -> None:
     """Raise CannotFuse where a linear layer cannot run for activations of `dtype` on its device."""
     held = fused_linear(base_of(module), dtype)
-    device = held.raw.device
+    device = held.weight.w.device
     if device.type != "cpu" and dtype not in DTYPES:
         raise CannotFuse(f"its activations are {dtype}")
     if reason := held.why_not(dtype, probe(device)):

@@ -83,9 +83,11 @@ def consumed_by_attention(qkv: FusedLinear | Adapted, shape: AttentionShape, dty
     columns = (shape.heads + shape.kv_heads) * shape.size
     if not isinstance(qkv, FusedLinear) or not qkv.one_launch() or columns % TILE_ROWS:
         return 0
-    if qkv.order is not None:  # attention would write where the reordered rows lie, which the product still reads
+    if (
+        qkv.weight.order is not None
+    ):  # attention would write where the reordered rows lie, which the product still reads
         return 0
-    device = probe(qkv.raw.device)
+    device = probe(qkv.weight.w.device)
     return columns if device.kind == "cpu" or (_overlap(device) and not attention.why_not(shape, dtype, device)) else 0
 
 
@@ -93,9 +95,9 @@ def consumed_by_down(gate_up: FusedLinear | Adapted, down: FusedLinear | Adapted
     """Number of input columns that `down` waits for by flag: all but its last K tile; 0 where it does not."""
     if not isinstance(gate_up, FusedLinear) or not isinstance(down, FusedLinear) or not gate_up.one_launch(activation):
         return 0
-    if down.weight.whole_rows or down.order is not None:
+    if down.weight.whole_rows or down.weight.order is not None:
         return 0
-    return (down.k - 1) // K_TILE * K_TILE if _overlap(probe(down.raw.device)) else 0
+    return (down.k - 1) // K_TILE * K_TILE if _overlap(probe(down.weight.w.device)) else 0
 
 
 def _overlap(device: Device) -> bool:

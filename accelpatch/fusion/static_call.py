@@ -34,7 +34,7 @@ class StepCall(Movable):
         """As in Call."""
         held = self.cache.layers[place]
         return decode_attention_(
-            qkv, self.positions, self.slot, self.mask, held.keys, held.values, layer.attention, layer.o.raw,
+            qkv, self.positions, self.slot, self.mask, held.keys, held.values, layer.attention, layer.o.weight.w,
             layer.attention_signal,
         )  # fmt: skip
 

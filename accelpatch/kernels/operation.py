@@ -8,6 +8,7 @@ directly.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -36,8 +37,15 @@ class Operation(Generic[R]):
         functools.update_wrapper(self, function)
 
     def register_fake(self, fake: Callable[..., R]) -> Callable[..., R]:
-        """Register the fake kernel, which gives output shapes and dtypes."""
-        self.custom.register_fake(fake)
+        """Register the fake kernel, which gives output shapes and dtypes; it gets every argument, by place."""
+        signature = inspect.signature(self.function)
+
+        def by_place(*args: Any, **kwargs: Any) -> R:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return fake(*bound.args)
+
+        self.custom.register_fake(by_place)
         return fake
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:

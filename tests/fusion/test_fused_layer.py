@@ -113,7 +113,7 @@ def test_weights_are_laid_together_once(recipe: str) -> None:
     assert storages(model) == before
     for one, other in zip(first.layers, second.layers, strict=True):
         for mine, its in ((one.qkv, other.qkv), (one.gate_up, other.gate_up)):
-            tensors = [part.raw for part in (mine, its)]
+            tensors = [part.weight.w for part in (mine, its)]
             assert tensors[0].data_ptr() == tensors[1].data_ptr()
             assert torch.equal(*tensors)
             assert mine.bias is None or (its.bias is not None and mine.bias.data_ptr() == its.bias.data_ptr())

@@ -250,4 +250,4 @@ def test_a_layout_of_ones_own_is_a_class_and_a_row(monkeypatch: pytest.MonkeyPat
     assert torch.allclose(layer(x), expected, rtol=1e-5, atol=1e-5)
     gate, up = expected.chunk(2, -1)
     assert torch.allclose(layer(x, gate="silu"), torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-4)
-    assert (layer.n, layer.k, layer.raw.shape) == (N, K, (N, K))
+    assert (layer.n, layer.k, layer.weight.w.shape) == (N, K, (N, K))

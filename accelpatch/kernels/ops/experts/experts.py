@@ -159,18 +159,13 @@ def of_shape(
 
 
 def tiles_for(
-    up: Mapping[str, Tensor | None], down: Mapping[str, Tensor | None], activation: str, dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[Stack, Stack] | None:  # fmt: skip
+    up: Mapping[str, Any], down: Mapping[str, Any], activation: str, dtype: torch.dtype, device: torch.device
+) -> tuple[Stack, Stack] | None:
     """Tiles of canonical 4-bit weights where `hip` would run on them for x of `dtype`; else None.
 
     up, down: canonical tensors by name: q[E, N, K / 2], scale and offset[E, N, G], bias.
     """
     (q, scale, offset), (q_down, scale_down, offset_down) = ([one[name] for name in TABLES] for one in (up, down))
-    assert q is not None
-    assert scale is not None
-    assert q_down is not None
-    assert scale_down is not None
     alike = scale.dtype == scale_down.dtype and (offset is None) == (offset_down is None)
     exact = int4_tiles.exact(offset, scale.dtype) and int4_tiles.exact(offset_down, scale.dtype)
     width, inner = 2 * q.shape[2], 2 * q_down.shape[2]

@@ -172,10 +172,7 @@ def block_linear(x: Tensor, blocks: Tensor, form: str, bias: Tensor | None = Non
     return y
 
 
-@block_linear.register_fake
-def _fake(x: Tensor, blocks: Tensor, form: str, bias: Tensor | None = None) -> Tensor:
-    spec(x, blocks, form, bias)
-    return x.new_empty((*x.shape[:-1], blocks.shape[0]))
+block_linear.register_fake(common.rows_like(spec))
 
 
 @operation("block_embedding")

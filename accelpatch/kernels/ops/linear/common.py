@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,6 +128,15 @@ def blocks_of(rows: RowMajor, dense: Dense, bias: Tensor | None) -> Blocks:
     for start in range(0, rows.n, step):
         some = slice(start, min(start + step, rows.n))
         yield some, partial(dense_of, rows.at(some), dense, torch.float64, None if bias is None else bias[some])
+
+
+def rows_like(spec: Callable[..., Spec]) -> Callable[..., Tensor]:
+    """The fake kernel of y[..., N] in the dtype of x[..., K], contiguous."""
+
+    def fake(x: Tensor, *weight: Any) -> Tensor:
+        return x.new_empty((*x.shape[:-1], spec(x, *weight).sizes["N"]))
+
+    return fake
 
 
 def operands(

@@ -44,8 +44,8 @@ class FusedLinear(Described):
     """A linear layer: a weight in any layout of `LINEARS`, and bias[N] in x's dtype.
 
     activation: of y before the residual, a name of `gated_activation.ACTIVATIONS`. producer: flag for the columns of y,
-    if a call is `one_launch`. consumer: flag for the columns of x. Reordering x for the weight's
-    `order`, with the norm, is a launch of its own.
+    if a call is `one_launch`. consumer: flag for the columns of x. Reordering x for the weight's `order`, with the norm,
+    is a launch of its own.
     """
 
     weight: Layout
@@ -53,16 +53,6 @@ class FusedLinear(Described):
     producer: Signal | None = None
     consumer: Signal | None = None
     activation: str | None = None
-
-    @property
-    def raw(self) -> Tensor:
-        """The weight's main tensor, without scales."""
-        return self.weight.w
-
-    @property
-    def order(self) -> Tensor | None:
-        """The input of each column of the weight; None where they are in order."""
-        return self.weight.order
 
     @property
     def n(self) -> int:
@@ -77,7 +67,7 @@ class FusedLinear(Described):
     @functools.cached_property
     def facts(self) -> Hashable:
         """The weight's format and size, whether there is a bias, whether there are flags."""
-        return self.weight.format, self.n, self.weight.part, self.bias is None, self.signals, self.order is None
+        return self.weight.format, self.n, self.weight.part, self.bias is None, self.signals, self.weight.order is None
 
     @property
     def signals(self) -> bool:
@@ -111,9 +101,9 @@ class FusedLinear(Described):
 
     def large_m(self, x: Tensor | QuantizedRows, gate: str | None = None) -> Tensor:
         """gate(x[M, K] @ w^T + bias) for any M. It bypasses torch's dispatcher, which saves host time."""
-        if self.order is not None:
+        if self.weight.order is not None:
             assert isinstance(x, Tensor)
-            return self.in_order.large_m(reordered(x, self.order, None), gate)
+            return self.in_order.large_m(reordered(x, self.weight.order, None), gate)
         if self.activation is not None:
             return ACTIVATIONS[self.activation](self.without_activation.large_m(x))
         if isinstance(x, QuantizedRows):
@@ -163,8 +153,8 @@ def reference(
     """The references of the single operations."""
     if norm is not None:
         x = norm.reference(x)
-    if layer.order is not None:
-        x = x[:, layer.order.long()]
+    if layer.weight.order is not None:
+        x = x[:, layer.weight.order.long()]
     of_weight: Any = dispatch.kernel(layer.linear.op).reference
     y: Tensor = of_weight(x, *layer.weight.arguments(), layer.bias)
     if layer.activation is not None:
@@ -194,8 +184,8 @@ def hip_why_not(spec: Spec, device: Device) -> str | None:
 
 def by_hip(layer: FusedLinear, x: Tensor, norm: FusedNorm | None, gate: str | None, residual: Tensor | None) -> Tensor:
     """The implementation `hip`: one launch, and one more for a gate that it cannot apply, or for another order."""
-    if layer.order is not None:
-        return by_hip(layer.in_order, reordered(x, layer.order, norm), None, gate, residual)
+    if layer.weight.order is not None:
+        return by_hip(layer.in_order, reordered(x, layer.weight.order, norm), None, gate, residual)
     part, one = layer.weight.part, layer.gates(gate)
     mixed = part != "all" and not one  # interleaved output columns have to be reordered
     activation = "silu_gate" if one else INSIDE.get(layer.activation or "", "none")

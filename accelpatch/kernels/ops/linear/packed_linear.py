@@ -159,21 +159,7 @@ def packed_linear(
     return y
 
 
-@packed_linear.register_fake
-def _fake(
-    x: Tensor,
-    data: Tensor,
-    kind: int,
-    n: int,
-    k: int,
-    group: int,
-    half_scales: bool,
-    offset: str,
-    codes: str,
-    order: Tensor | None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], n))
+packed_linear.register_fake(lambda x, data, kind, n, *rest: x.new_empty((*x.shape[:-1], n)))
 
 
 @operation("packed_embedding")
@@ -190,12 +176,7 @@ def packed_embedding(
     return y
 
 
-@packed_embedding.register_fake
-def _fake_embedding(
-    ids: Tensor, dtype: torch.dtype, data: Tensor, kind: int, n: int, k: int, group: int, half_scales: bool,
-    offset: str, codes: str, order: Tensor | None,
-) -> Tensor:  # fmt: skip
-    return data.new_empty((*ids.shape, k), dtype=dtype)
+packed_embedding.register_fake(lambda ids, dtype, data, kind, n, k, *rest: data.new_empty((*ids.shape, k), dtype=dtype))
 
 
 LINEAR = {
