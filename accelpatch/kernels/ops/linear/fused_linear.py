@@ -44,8 +44,8 @@ class FusedLinear(Described):
     """A linear layer: a weight in any layout of `LINEARS`, and bias[N] in x's dtype.
 
     activation: of y before the residual, a name of `gated_activation.ACTIVATIONS`. producer: flag for the columns of y,
-    if a call is `one_launch`. consumer: flag for the columns of x. Reordering x for the weight's `order`, with the norm,
-    is a launch of its own.
+    if a call is `one_launch`. consumer: flag for the columns of x. Reordering x for the weight's `order`, with the
+    norm, is a launch of its own.
     """
 
     weight: Layout
