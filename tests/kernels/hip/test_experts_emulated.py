@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         (x, *routing), up, down, residual = args[:-12], Stack(*args[-12:-8]), Stack(*args[-8:-4]), args[-1]
         to: launched.Routing = launched.Given(*routing) if len(routing) == 2 else launched.Chosen(*routing[3:])
         norm = None if len(routing) == 2 or routing[0] is None else launched.Norm(*routing[:3])
-        h, y = x.new_full((len(x), to.chosen * up.rows // 2), float("nan")), torch.full_like(x, float("nan"))
+        h, y = x.new_full((len(x), to.chosen * up.n // 2), float("nan")), torch.full_like(x, float("nan"))
         for one in launched.launches(x, to, up, down, h, y, residual, norm):
             for key, value in tuning.items():
                 setattr(one.gemv, key, value)

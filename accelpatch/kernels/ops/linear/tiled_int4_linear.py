@@ -16,6 +16,7 @@ from torch.nn import functional
 from accelpatch.device import KIB, Device, probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.arguments import FLOATS, require, say
+from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.kernels.layouts.int4_tiles import Tiles
@@ -75,7 +76,8 @@ def spec(x: Tensor, *args: Any) -> Spec:
     for table in (tiles.scale, tiles.scale if tiles.offset is None else tiles.offset):
         require(list(table.shape) == size, OP, f"scale and offset are {size}, not {say(table)}")
     common.check_beside(OP, x, n, bias, w=tiles.w, scale=tiles.scale, offset=tiles.offset)
-    return of_shape(n, k, x.dtype, tiles.group, tiles.kind, tiles.scale.dtype, m=x.numel() // k)
+    scale = torch.float32 if tiles.kind in CODEBOOKS else tiles.scale.dtype  # not that of the tables of its halves
+    return of_shape(n, k, x.dtype, tiles.group, tiles.kind, scale, m=x.numel() // k)
 
 
 def of_shape(
