@@ -56,9 +56,9 @@ class Engine:
 
 
 def resident_bytes(model: nn.Module) -> int:
-    """Bytes of all storages behind the model's parameters, buffers and packs, each counted once."""
-    packs = [pack for module in model.modules() if (pack := getattr(module, "pack", None)) is not None]
-    held = [*model.parameters(), *model.buffers(), *(pack.data for pack in packs)]
+    """Bytes of all storages behind the model's parameters, buffers and quantised weights, each counted once."""
+    layouts = [layout for module in model.modules() if (layout := getattr(module, "layout", None)) is not None]
+    held = [*model.parameters(), *model.buffers(), *(layout.w for layout in layouts)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
     return sum(storages.values())
 

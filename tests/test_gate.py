@@ -38,7 +38,7 @@ def test_the_table_holds_every_figure_of_every_arch(gate: ModuleType) -> None:
     held = json.loads(gate.TABLE.read_text())
     assert {key.split()[0] for key in held} == set(gate.ARCHS)
     assert all(list(figures) == list(gate.CEILINGS) for figures in held.values())
-    assert {*gate.KERNELS, *NOT_OF_AMD} == {path.stem for path in gate.SOURCES.glob("*.hip")}
+    assert {*gate.KERNELS, *NOT_OF_AMD} == {path.stem for path in gate.SOURCES.rglob("*.hip")}
 
 
 def test_the_same_and_better_pass(gate: ModuleType) -> None:

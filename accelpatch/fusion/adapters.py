@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.kernels.layouts.layout import Layout
 from accelpatch.kernels.layouts.row_major import Plain
 from accelpatch.kernels.ops.activation.gated_activation import ACTIVATIONS, gated, gated_activation
 from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
@@ -49,9 +50,9 @@ class Adapted:
         return y if residual is None else residual + y
 
     @property
-    def raw(self) -> Tensor:
+    def weight(self) -> Layout:
         """The base layer's weight as it lies in memory."""
-        return self.base.weight.w
+        return self.base.weight
 
     def large_m(self, x: Tensor, gate: str | None = None) -> Tensor:
         """As FusedLinear.large_m."""

@@ -30,9 +30,6 @@ from accelpatch.patching.replacer import Reason, Replaced
 from accelpatch.patching.site import Site
 
 NATIVE_STEP = "native step"
-# whose weights fused layers read
-WEIGHT_ONLY = ("int8_weight_only", "int4_weight_only", "nf4_weight_only", "fp4_weight_only")
-FUSABLE = ("gemv", "compact", *WEIGHT_ONLY, "w8a8", "w8a8_fp8")
 LAUNCHES = 5
 OF_EXPERTS = 3  # more: norm, router, choice, and two of the experts
 INSIDE_EXPERTS = 2  # of these, norm and choice, which the HIP kernels of experts take in
@@ -159,7 +156,7 @@ def _launches(layer: Any, path: str, replaced: Sites, dtype: torch.dtype, device
         raise CannotFuse(f"its activations are {dtype}")
     for name, place in _linears(layer, path):
         made = replaced.get(place)
-        if made is None or made.replacer not in FUSABLE or made.kernel != "hip":
+        if made is None or not made.fusable or made.kernel != "hip":
             raise CannotFuse(f"{name} " + ("stays" if made is None else f"is {made.replacer} by {made.kernel}"))
     attention = layer_facts.attention_of(layer)
     shape = _attention_shape(layer)

@@ -230,7 +230,9 @@ def _completed(entries: list[Entry], device: Device) -> list[Entry]:
     """The entries with the final choices of those that depend on others."""
     replaced: dict[str, Replaced | None] = {}
     for entry in entries:
-        made = Replaced(entry.replacer.name, entry.choice.kernel) if entry.replacer and entry.choice else None
+        made = None
+        if entry.replacer and entry.choice:
+            made = Replaced(entry.replacer.name, entry.choice.kernel, entry.replacer.fusable)
         replaced |= dict.fromkeys(entry.site.paths, made)
     return [
         entry

@@ -44,10 +44,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Replaced:
-    """What replaces a site, for the replacer of its parent: the replacer's name, and the kernel that would run."""
+    """What replaces a site, for the replacer of its parent: the replacer's name, the kernel that would run, and whether
+    fused layers read what it makes."""
 
     replacer: str
     kernel: str
+    fusable: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,16 @@ class Reason:
 class Replacer(ABC):
     """One way to replace a module; subclass it and register it with `@accelpatch.replacer`.
 
-    name: the name that recipes use. options: option name -> accepted types. consumes: roles of children whose own rules
-    still apply when this replaces their parent (`EVERY_CHILD`: all). ties: whether it can replace several modules that
-    share a weight. rounds: whether the original weights must be kept for unpatch. fuses: whether a fused layer is made
-    of the replacement, which is verified again as a whole. smooths: whether `build` takes the smoothing of its group.
-    whole: whether it takes a module with all that is in it: no rule applies to what is inside. takes_stored: whether it
-    takes modules whose weight another library quantised itself; in place of all others their own format's does.
-    by_token: whether only the first output counts (attention weights, say, are not made), and that not for padding.
-    stands_for_code: whether it was made for the code of transformers and torch, so that a module whose class runs other
-    code stays; so it is of all built-in ones.
+    name: the name that recipes use. options: option name -> accepted types. consumes: roles of children whose own
+    rules still apply when this replaces their parent (`EVERY_CHILD`: all). ties: whether it can replace several
+    modules that share a weight. rounds: whether the original weights must be kept for unpatch. fuses: whether a
+    fused layer is made of the replacement, which is verified again as a whole. fusable: whether fused layers read
+    its weight. smooths: whether `build` takes the smoothing of its group. whole: whether it takes a module with all
+    that is in it: no rule applies to what is inside. takes_stored: whether it takes modules whose weight another
+    library quantised itself; in place of all others their own format's does. by_token: whether only the first
+    output counts (attention weights, say, are not made), and that not for padding. stands_for_code: whether it was
+    made for the code of transformers and torch, so that a module whose class runs other code stays; so it is of all
+    built-in ones.
     """
 
     name: ClassVar[str]
@@ -77,6 +80,7 @@ class Replacer(ABC):
     ties: ClassVar[bool] = False
     rounds: ClassVar[bool] = True
     fuses: ClassVar[bool] = False
+    fusable: ClassVar[bool] = False
     smooths: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     takes_stored: ClassVar[bool] = False

@@ -28,6 +28,7 @@ class Compact(Gemv):
     """As `gemv`, with the weight in lossless 12-bit bf16; plain `gemv`, with the reason noted, where that fails."""
 
     name = "compact"
+    fusable = True
 
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         plain = super().propose(site, options, device)

@@ -66,6 +66,7 @@ class W8A8Fp8(Fp8WeightOnly):
     """Weights in 8-bit float with a float32 scale a row, and activations in the same form with a scale a token."""
 
     name = "w8a8_fp8"
+    fusable = True
     module = Fp8Linear
 
     def of_matrix(self, site: Site, n: int, k: int, options: Mapping[str, Any], device: Device) -> Choice | Reason:

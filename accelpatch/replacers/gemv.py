@@ -24,6 +24,7 @@ class Gemv(Replacer):
     """nn.Linear and Conv1D by the GEMV kernels. The weight is shared with the original, even where it is tied."""
 
     name = "gemv"
+    fusable = True
     ties = True
     rounds = False
 

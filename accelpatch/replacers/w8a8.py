@@ -47,6 +47,7 @@ class W8A8(LinearReplacer):
     """
 
     name = "w8a8"
+    fusable = True
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {"activations": (str,), "weights": (str,)}
     smooths = True
     no_table = "an embedding has no activations to quantise; use int8_weight_only"

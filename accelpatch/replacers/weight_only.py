@@ -117,6 +117,7 @@ class WeightOnly(LinearReplacer):
     Of a list of group sizes the first that divides K and that the device's own kernels take is used.
     """
 
+    fusable = True
     no_table: ClassVar[str | None] = "there is no 4-bit embedding; use int8_weight_only"
     module: ClassVar[type[QuantizedModule]]
     table: ClassVar[type[QuantizedModule] | None] = None  # of embeddings
