@@ -38,7 +38,7 @@ def test_a_dtype_given_after_the_patch(recipe: str, name: str, dtype: torch.dtyp
         after = model.state_dict()[key]
         assert after.dtype == before.dtype, key
         assert after.equal(before), key
-    assert {m.weight.dtype for _, m in model.named_modules() if hasattr(m, "q")} <= {dtype}
+    assert {m.weight.dtype for _, m in model.named_modules() if hasattr(m, "own_layout")} <= {dtype}
     held = simulated(twin, plan, torch.float64)
     output = call(model)
     assert output.dtype == dtype
@@ -203,7 +203,7 @@ def test_replacements_are_instances_of_what_they_replace(name: str) -> None:
         classes, True
     )
     for path, module in model.named_modules():
-        if hasattr(module, "q"):
+        if hasattr(module, "own_layout"):
             assert module.weight.shape == CAUSAL[name].make().get_submodule(path).weight.shape
     assert type(model).__name__ == classes[""].__name__
 
