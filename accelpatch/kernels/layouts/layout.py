@@ -21,11 +21,11 @@ L = TypeVar("L")
 class WeightArguments:
     """What a launch says of a weight w[n, k] in the format of a function of the device library.
 
-    function: one of build.gpu_libraries. form: its format argument, None where it takes none. scale, offset: float32
-    per row; or 16-bit tiles (tiling.py), one per 2 ** group_shift K steps; or scale and outliers of compact_tiles.py,
-    4 * group_shift outliers per row. prefetchable: False if the tensors are copies made for this launch. variant: of
-    the function's libraries, the one for this format. offset of gemv_w8a8: the static scale of
-    x, float32[1], or None where each row has its own.
+    function: one of compiling/gpu_libraries.py. form: its format argument, None where it takes none. scale, offset:
+    float32 per row; or 16-bit tiles (tiling.py), one per 2 ** group_shift K steps; or scale and outliers of
+    compact_tiles.py, 4 * group_shift outliers per row. prefetchable: False if the tensors are copies made for this
+    launch. variant: of the function's libraries, the one for this format. offset of gemv_w8a8: the static scale of x,
+    float32[1], or None where each row has its own.
     """
 
     function: str

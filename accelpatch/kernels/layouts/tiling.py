@@ -3,8 +3,7 @@
 A tile is 16 rows by 128 values of K, 1,024 bytes: 16 bytes for (row r, quarter t) at ``(4 r + t) * 16``; 32-bit word p
 of those holds values ``32 p + 8 t + e``, value ``e = 2 i`` in nibble i and ``e = 2 i + 1`` in nibble ``i + 4``. A code
 u of 0 to 15 is stored as u - 8 in two's complement, so that a mask gives four signed bytes, 16 (u - 8) each. Rows and K
-are padded with the code 0. ``interleaved`` puts 8 gate rows and their 8 up rows (the second half of N) into one tile,
-as the SiLU-gate epilogue needs them.
+are padded with the code 0. What rows a tile has, and gate and up in one: tiled.py.
 """
 
 from __future__ import annotations
@@ -16,66 +15,45 @@ TILE_ROWS, TILE_VALUES = 16, 128
 _SIGNS = 0x88  # turns two codes of 0 to 15 into two's complement of what they are less 8, and back
 
 
-def _row_order(rows: int) -> Tensor:
-    """The weight's row in each row of interleaved tiles, -1 for padding: int64 [tiles * 16]."""
-    half = rows // 2
-    gate = torch.full((-(-half // 8) * 8,), -1)
-    gate[:half] = torch.arange(half)
-    up = torch.where(gate < 0, gate, gate + half)
-    return torch.stack([gate.view(-1, 8), up.view(-1, 8)], 1).flatten()
+def _whole_tiles(rows: Tensor) -> Tensor:
+    """With rows of zeros up to a multiple of TILE_ROWS."""
+    missing = -rows.shape[0] % TILE_ROWS
+    return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
 
 
-def _gather_rows(rows: Tensor, interleaved: bool) -> Tensor:
-    if not interleaved:
-        missing = -rows.shape[0] % TILE_ROWS
-        return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
-    order = _row_order(rows.shape[0]).to(rows.device)
-    return torch.where((order >= 0).view(-1, *[1] * (rows.dim() - 1)), rows[order.clamp(min=0)], rows.new_zeros(()))
-
-
-def _scatter_rows(tiled: Tensor, rows: int, interleaved: bool) -> Tensor:
-    if not interleaved:
-        return tiled[:rows]
-    order = _row_order(rows).to(tiled.device)
-    out = tiled.new_empty((rows, *tiled.shape[1:]))
-    out[order[order >= 0]] = tiled[order >= 0]
-    return out
-
-
-def tile_int4(q: Tensor, *, interleaved: bool = False) -> Tensor:
+def tile_int4(q: Tensor) -> Tensor:
     """int8 [N, K / 2] (low nibble = even k) -> int8 [tiles, steps, 1024]."""
     packed = q.view(torch.uint8)
     steps = -(-2 * packed.shape[1] // TILE_VALUES)
     packed = torch.nn.functional.pad(packed, (0, steps * TILE_VALUES // 2 - packed.shape[1]))
     # tile, r, step, p, t; then of the 4 bytes that hold 8 values two times two
-    first, second = _gather_rows(packed, interleaved).reshape(-1, TILE_ROWS, steps, 4, 4, 2, 2).unbind(-1)
+    first, second = _whole_tiles(packed).reshape(-1, TILE_ROWS, steps, 4, 4, 2, 2).unbind(-1)
     even, odd = first & 15 | second << 4, first >> 4 | second & 240
     codes = torch.stack([even, odd], -2).permute(0, 2, 1, 4, 3, 5, 6)  # tile, step, r, t, p, byte
     return (codes ^ _SIGNS).reshape(codes.shape[0], steps, 1024).view(torch.int8)
 
 
-def untile_int4(tiles: Tensor, rows: int, columns: int, *, interleaved: bool = False) -> Tensor:
+def untile_int4(tiles: Tensor, rows: int, columns: int) -> Tensor:
     """int8 [N, K / 2] from tiles of N = ``rows``, K = ``columns``; the inverse of `tile_int4`."""
     steps = tiles.shape[1]
     even, odd = (tiles.view(torch.uint8) ^ _SIGNS).view(-1, steps, TILE_ROWS, 4, 4, 2, 2).unbind(-2)
     first, second = even & 15 | odd << 4, even >> 4 | odd & 240
     packed = torch.stack([first, second], -1).permute(0, 2, 1, 4, 3, 5, 6)
-    flat = _scatter_rows(packed.reshape(-1, steps * TILE_VALUES // 2), rows, interleaved)
+    flat = packed.reshape(-1, steps * TILE_VALUES // 2)[:rows]
     return flat[:, : columns // 2].contiguous().view(torch.int8)
 
 
-def tile_scales(table: Tensor, *, steps: int, groups: int, group_shift: int, interleaved: bool = False) -> Tensor:
+def tile_scales(table: Tensor, *, steps: int, groups: int, group_shift: int) -> Tensor:
     """Scales or offsets [N, G] in a 16-bit dtype -> [tiles, sets, 8, groups, 2].
 
     groups: number of groups per K step. group_shift: 2 ** group_shift K steps share one set.
     """
     sets = ((steps - 1) >> group_shift) + 1
     padded = torch.nn.functional.pad(table, (0, sets * groups - table.shape[1]))
-    tiles = _gather_rows(padded, interleaved).view(-1, 2, 8, sets, groups)  # tile, r / 8, r % 8, set, group
+    tiles = _whole_tiles(padded).view(-1, 2, 8, sets, groups)  # tile, r / 8, r % 8, set, group
     return tiles.permute(0, 3, 2, 4, 1).contiguous()
 
 
-def untile_scales(tiles: Tensor, rows: int, count: int, *, interleaved: bool = False) -> Tensor:
+def untile_scales(tiles: Tensor, rows: int, count: int) -> Tensor:
     """[N, G] with N = ``rows``, G = ``count``; the inverse of `tile_scales`."""
-    flat = tiles.permute(0, 4, 2, 1, 3).reshape(-1, tiles.shape[1] * tiles.shape[3])
-    return _scatter_rows(flat, rows, interleaved)[:, :count]
+    return tiles.permute(0, 4, 2, 1, 3).reshape(-1, tiles.shape[1] * tiles.shape[3])[:rows, :count]

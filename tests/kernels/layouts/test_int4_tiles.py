@@ -9,12 +9,11 @@ from accelpatch.kernels.layouts import int4_tiles, tiling
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["plain", "interleaved"])
 @pytest.mark.parametrize("rows, columns", [(16, 128), (2, 64), (48, 576), (14, 1000)], ids=str)
-def test_tiles_round_trip(rows: int, columns: int, interleaved: bool) -> None:
+def test_tiles_round_trip(rows: int, columns: int) -> None:
     q = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8, generator=torch.Generator().manual_seed(rows))
-    tiles = tiling.tile_int4(q, interleaved=interleaved)
-    assert torch.equal(tiling.untile_int4(tiles, rows, columns, interleaved=interleaved), q)
+    tiles = tiling.tile_int4(q)
+    assert torch.equal(tiling.untile_int4(tiles, rows, columns), q)
 
 
 @pytest.mark.parametrize("row, k", [(0, 0), (3, 1), (9, 127), (15, 70), (17, 130)], ids=str)
@@ -31,14 +30,13 @@ def test_a_value_lies_where_the_kernel_looks(row: int, k: int) -> None:
     assert (tiles != zeros).sum() == 1
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["plain", "interleaved"])
 @pytest.mark.parametrize(
     "steps, groups, shift, count", [(5, 4, 0, 18), (32, 1, 0, 32), (86, 1, 1, 43), (9, 1, 30, 1)], ids=str
 )
-def test_scales_round_trip(steps: int, groups: int, shift: int, count: int, interleaved: bool) -> None:
+def test_scales_round_trip(steps: int, groups: int, shift: int, count: int) -> None:
     table = torch.randn(38, count, generator=torch.Generator().manual_seed(count)).bfloat16()
-    tiles = tiling.tile_scales(table, steps=steps, groups=groups, group_shift=shift, interleaved=interleaved)
-    assert torch.equal(tiling.untile_scales(tiles, 38, count, interleaved=interleaved), table)
+    tiles = tiling.tile_scales(table, steps=steps, groups=groups, group_shift=shift)
+    assert torch.equal(tiling.untile_scales(tiles, 38, count), table)
 
 
 @pytest.mark.parametrize("group", [32, 128, 256, 160])
@@ -53,8 +51,9 @@ def test_tiles_pair_and_come_apart(halves: int, group: int) -> None:
     )
     both = whole.pair() if halves == 1 else cut[0].pair(cut[1])
     steps, groups, shift = int4_tiles.places(k, group).values()
-    tables = {"steps": steps, "groups": groups, "group_shift": shift, "interleaved": True}
-    assert torch.equal(both.w, tiling.tile_int4(q, interleaved=True))
+    tables = {"steps": steps, "groups": groups, "group_shift": shift}
+    q, scale, least = (one.unflatten(0, (2, -1, 8)).transpose(0, 1).flatten(0, 2) for one in (q, scale, least))
+    assert torch.equal(both.w, tiling.tile_int4(q))
     assert torch.equal(both.scale, tiling.tile_scales(scale, **tables))
     assert both.offset is not None
     assert torch.equal(both.offset, tiling.tile_scales(least, **tables))
