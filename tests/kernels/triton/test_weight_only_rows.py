@@ -137,7 +137,7 @@ def test_where_floats_take_this_way(monkeypatch: pytest.MonkeyPatch) -> None:
     def fits(x: Tensor, w: Tensor, arch: str = "sm_90") -> bool:
         made = float_linear.spec(x, w)
         made = replace(made, options=dict(float_linear.facts(x, w)))
-        return float_linear.triton_why_not(made, replace(KNOWN["sm_90"], arch=arch)) is None
+        return dispatch.choose("float_linear", made, KNOWN.get(arch) or replace(KNOWN["sm_90"], arch=arch)) == "triton"
 
     for arch, takes in (("sm_90", True), ("sm_90a", True), ("sm_100", False), ("gfx942", False)):
         assert [fits(x[:m], w, arch) for m in (8, 9, 64, 65)] == [False, takes, takes, False]
@@ -153,9 +153,8 @@ class TestWays:
     pytestmark = marks
 
     def test_a_product_and_its_gate(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for way, one in float_linear.IMPLEMENTATIONS.items():
-            only = replace(one, why_not=lambda spec, device, way=way: None if way == "triton" else "not here")
-            monkeypatch.setitem(float_linear.IMPLEMENTATIONS, way, only)
+        order = dispatch.order
+        monkeypatch.setattr(dispatch, "order", lambda op, *of: ["triton"] if op == "float_linear" else order(op, *of))
         x, w, bias = operands(20, 66, 256, DTYPES[0])
         w = w.to(x.dtype)
         product = FusedLinear(Plain(w), bias)
