@@ -37,7 +37,7 @@ def pip(*arguments: str, find: Path, path: str = "") -> subprocess.CompletedProc
 
 @pytest.mark.parametrize(
     "version, kept",
-    [("2.7.0+rocm6.3", True), ("2.6.0+cu124", True), ("2.13.0+cpu", True), ("2.5.1+rocm6.2", False)],
+    [("2.7.0+rocm6.3", True), ("2.7.1+cu126", True), ("2.13.0+cpu", True), ("2.6.0+rocm6.2", False)],
     ids=["rocm", "cuda", "cpu", "too_old"],
 )
 def test_torch_that_is_there_stays(tmp_path: Path, version: str, kept: bool) -> None:
@@ -53,7 +53,7 @@ def test_torch_that_is_there_stays(tmp_path: Path, version: str, kept: bool) -> 
         installed = json.loads((tmp_path / "report.json").read_text())["install"]
         assert [item["metadata"]["name"] for item in installed] == ["accelpatch"]
     else:
-        assert "No matching distribution found for torch>=2.6" in done.stderr
+        assert "No matching distribution found for torch>=2.7" in done.stderr
 
 
 def test_wheel_carries_recipes_and_types(tmp_path: Path) -> None:

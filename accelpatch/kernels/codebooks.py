@@ -1,7 +1,8 @@
-"""The 16 values of each code of 4 bits that stands for a table: bitsandbytes' nf4 and fp4.
+"""The 16 values of each code of 4 bits that stands for a table: bitsandbytes' nf4 and fp4, and MXFP4's e2m1.
 
-A weight is CODEBOOKS[name][u] * scale, with the group's largest magnitude as its scale. Source: `quant_map` of the
-checkpoints that bitsandbytes writes (QLoRA, arXiv 2305.14314, appendix E, for nf4); each is exact in float32.
+A weight is CODEBOOKS[name][u] * scale; each value is exact in float32. nf4 and fp4 have the group's largest magnitude
+as its scale. Source: `quant_map` of the checkpoints that bitsandbytes writes (QLoRA, arXiv 2305.14314, appendix E, for
+nf4). e2m1 has powers of two, of groups of 32 values. Source: OCP Microscaling Formats (MX) Specification, v1.0.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ CODEBOOKS: dict[str, tuple[float, ...]] = {
         0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25,
         0.0, -0.0052083334885537624, -0.6666666865348816, -1.0, -0.3333333432674408, -0.5, -0.1666666716337204, -0.25,
     ),
+    "e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
 }  # fmt: skip
+E8M0 = torch.float8_e8m0fnu  #: of a byte e: 2^(e - 127), and 255 is NaN
+
+
+def scale_dtype(codes: str) -> torch.dtype:
+    """The dtype of a codebook's scales."""
+    return E8M0 if codes == "e2m1" else torch.float32
 
 
 @cache

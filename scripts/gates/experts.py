@@ -10,12 +10,13 @@ from accelpatch.kernels.triton import choose_experts, experts, grouped_experts
 from gates.builds import ARCHS
 
 Named = tuple[str, tuple[Any, ...]]
-#: name -> (kind of weight, its type with activations of one, whether there is an offset, columns of which rows have
+#: name -> (kind of weight, its type with activations of one, what stands beside the codes, columns of which rows have
 #: fewer warps)
 KINDS = {
-    "floats": (experts.FLOAT, "*{}", False, (512, 256)),
-    "int8": (experts.INT8, "*i8", False, (512, 256)),
-    "4 bits": (experts.INT4, "*i32", True, (2048, 1024)),
+    "floats": (experts.FLOAT, "*{}", experts.NONE, (512, 256)),
+    "int8": (experts.INT8, "*i8", experts.NONE, (512, 256)),
+    "4 bits": (experts.INT4, "*i32", experts.MINIMUM, (2048, 1024)),
+    "e2m1": (experts.INT4, "*i32", experts.E2M1, (2048,)),
 }
 WIDTH = 4096  # of Mixtral
 
@@ -30,25 +31,29 @@ def kernels_of_experts() -> dict[str, tuple[Any, ...]]:
     return made
 
 
-def _held(name: str, x: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+def _held(name: str, x: str, tiled: bool = False) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Types of a stack's tensors for activations of a type, and its compile-time values."""
-    kind, w, minimum, _ = KINDS[name]
-    form = {"KIND": kind, "MINIMUM": minimum, "GROUP": 128, "BIAS": False}
-    return (w.format(x), *("*fp16" if kind == experts.INT4 else "*fp32",) * 2, f"*{x}"), form
+    kind, w, offset, _ = KINDS[name]
+    form = {"KIND": kind, "OFFSET": offset, "GROUP": 32 if offset == experts.E2M1 else 128, "BIAS": False}
+    scale = "*fp16" if kind == experts.INT4 else "*fp32"
+    if offset == experts.E2M1:
+        scale = "*i16" if tiled else "*u8"
+    return (w.format(x), scale, scale, f"*{x}"), form
 
 
 def _few(name: str) -> Iterator[Named]:
     """Each expert of each token for itself."""
-    (held, form), (kind, _, _, short) = _held(name, "bf16"), KINDS[name]
+    (held, form), (kind, _, offset, short) = _held(name, "bf16"), KINDS[name]
     for k in (WIDTH, *short):
         tile = experts.shape(experts.DOWN[kind], kind, k)
         warps = tile.pop("num_warps")
+        rows = (experts.OF_E2M1 if offset == experts.E2M1 else experts.GATE_UP[kind]).rows
         label = f"{name}, {warps} warps"
         values = form | {"DEPENDENT": False, "COLUMNS": tile["COLUMNS"]}
         for code in (0, experts.CLAMPED) if kind == experts.INT4 and k == WIDTH else (0,):
             yield f"experts' gate and up, {label}, activation {code}", (
                 experts._gate_up, ("*bf16", "*i64", *held, "*bf16", *("i32",) * 7, "fp32", "fp32"),
-                values | {"CODE": code, "ROWS": experts.GATE_UP[kind].rows}, warps, 0, ARCHS, {}, 1, k < WIDTH,
+                values | {"CODE": code, "ROWS": rows}, warps, 0, ARCHS, {}, 1, k < WIDTH,
             )  # fmt: skip
         yield f"experts' down, {label}", (
             experts._down, ("*bf16", "*i64", "*bf16", *held, "*bf16", "*bf16", *("i32",) * 6),
@@ -60,8 +65,8 @@ def _many(name: str) -> Iterator[Named]:
     """Tiles of tokens of one expert."""
     of_halves = [(block, "bf16") for block in grouped_experts.AMD_TILES]
     tiles = [*of_halves, (grouped_experts.WIDE, "fp32")]
-    for (block, x), tiled in itertools.product(tiles, (False, True) if name == "4 bits" else (False,)):
-        held, form = _held(name, x)
+    for (block, x), tiled in itertools.product(tiles, (False, True) if KINDS[name][0] == experts.INT4 else (False,)):
+        held, form = _held(name, x, tiled)
         sizes = {"PRECISION": "ieee", "EXPERTS": 8, "ROWS": block.rows, "TOKENS": block.tokens,
                  "COLUMNS": block.columns, "TILED": tiled}  # fmt: skip
         label = f"{name}{' in tiles' if tiled else ''}{' in float32' if x == 'fp32' else ''}"

@@ -26,8 +26,9 @@ def random_experts(op: str, rng: random.Random, generator: torch.Generator, dtyp
         torch.randint(-1, number + 1, (tokens, top_k), generator=generator),
         *(rng.random() < 0.5 for _ in range(2)),
     )
+    codes = rng.choice(("", "e2m1")) if bits == 4 and group == 32 else ""
     up, down = (
-        of_random(generator, dtype, torch.device("cpu"), bits, number, n, k, group, bias, symmetric)
+        of_random(generator, dtype, torch.device("cpu"), bits, number, n, k, group, bias, symmetric, codes)
         for n, k in ((2 * inner, width), (width, inner))
     )
     gate = (rng.choice(("silu", "gelu_tanh", "clamped_swiglu")), 1.702, 7.0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.device import probe
-from accelpatch.kernels.codebooks import CODEBOOKS
+from accelpatch.kernels.codebooks import CODEBOOKS, scale_dtype
 from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.compiling.gpu_libraries import CODES, DTYPES, FP8, library_of
 from accelpatch.kernels.hip import binding
@@ -60,6 +60,7 @@ FORMATS = {
     "nf4_g64": Format("gemv_int4_64", 64, 64, "nf4", step=128),
     "nf4_g32": Format("gemv_int4_32", 32, 32, "nf4", step=128),
     "fp4_g64": Format("gemv_int4_64", 64, 64, "fp4", step=128),
+    "e2m1_g32": Format("gemv_int4_32", 32, 32, "e2m1", step=128),
     "int4_row": Format("gemv_int4", 1 << 20, 0, step=128),
     "int4_row_zero": Format("gemv_int4", 1 << 20, 0, "zero_point", step=128),
     "fp8": Format("gemv_fp8", 0, step=64),
@@ -108,8 +109,10 @@ def _affine(w: Tensor, form: Format, dtype: torch.dtype) -> tuple[Tensor, Tensor
     low, high = g.amin(-1), g.amax(-1)
     if form.offset in CODEBOOKS:
         most = g.abs().amax(-1).clamp(min=1e-6)
+        scale = most if form.offset != "e2m1" else (most.log2().floor() - 2).exp2()
         book = torch.tensor(CODEBOOKS[form.offset])
-        return (g[..., None] / most[..., None, None] - book).abs().argmin(-1).float(), most, None
+        codes = (g[..., None] / scale[..., None, None] - book).abs().argmin(-1).float()
+        return codes, scale.to(scale_dtype(form.offset)), None
     if form.library == "gemv_int8":
         scale = (g.abs().amax(-1) / 127).clamp(min=1e-6).to(dtype)
         return (g / scale.float()[..., None]).round().clamp(-127, 127), scale, None
@@ -167,7 +170,7 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, interleaved: bool = False,
         "interleaved": interleaved,
     }
     if form.offset in CODEBOOKS:
-        table, offset = int4_tiles.halves(table)
+        table, offset = int4_tiles.tables_of(table)
     tiles = tiling.tile_scales(table, **shape)
     beside = None if offset is None else tiling.tile_scales(offset, **shape)
     return Packed(form, n, k, held, tiles, beside, meaning, shift, interleaved)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelpatch.kernels.codebooks import CODEBOOKS
+from accelpatch.kernels.codebooks import CODEBOOKS, E8M0
 from accelpatch.kernels.layouts.cpu_pack import FORMS, Pack
 
 FORMATS = ("int8", "int8-group32", "int8-group64", "int4", "int4-group32", "int4-minimum64", "int4-minimum-half32")
 ZEROS = ("int4-zero", "int4-zero32", "int4-zero-half64", "int4-zero-order-half32", "int4-zero-half16")
-TABLES = ("nf4", "nf4-half64", "fp4-group32", "fp4-order64")
+TABLES = ("nf4", "nf4-half64", "fp4-group32", "fp4-order64", "e2m1-group32")
 SIXTEEN = ("int8-group16", "int4-group16", "int4-minimum-half16")
 FOREIGN = (*ZEROS, *TABLES, *SIXTEEN, "Q4_K", "Q6_K", "int8-order")
 GROUPS = {"Q4_K": 32, "Q6_K": 16}
@@ -38,6 +38,8 @@ def canonical(format_: str, m: int, n: int, k: int, dtype: torch.dtype = torch.f
     offset = -8 * scale + torch.randn(scale.shape, generator=g) * scale if "minimum" in format_ else None
     if "zero" in format_:
         offset = torch.randint(0, 17, scale.shape, generator=g, dtype=torch.int8)
+    if format_.startswith("e2m1"):
+        scale = scale.to(E8M0)
     if "half" in format_:
         scale, offset = scale.half(), offset.half() if "minimum" in format_ else offset
     q = torch.randint(-128, 128, (n, k // 2), generator=g, dtype=torch.int8)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelpatch.kernels.codebooks import scale_dtype
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.int4_tiles import Tiles
@@ -105,13 +106,14 @@ def random_w8a8(op: str, rng: random.Random, generator: torch.Generator, dtype: 
 
 def random_tiles(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
     """Groups of every size that tiles take, whole rows of odd length among them, and every kind of offset."""
-    group, codebook = rng.choice((32, 64, 128, 256, 0)), rng.choice(("nf4", "fp4"))
+    group = rng.choice((32, 64, 128, 256, 0))
+    codebook = rng.choice(("nf4", "fp4", "e2m1") if group == 32 else ("nf4", "fp4"))
     m, n, k = rng.choice(M), rng.randint(1, 70), group * rng.randint(1, 4) or 2 * rng.randint(1, 300)
     x, bias = torch.randn(m, k, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype)
     q = torch.randint(-128, 128, (n, k // 2), generator=generator, dtype=torch.int8)
     scale = (torch.rand(n, k // group if group else 1, generator=generator) / 100).half()
     if group in (32, 64) and k > group and rng.random() < 0.5:
-        return x, *Tiles.pack(q, scale.float(), codes=codebook), rng.choice((None, bias))
+        return x, *Tiles.pack(q, scale.to(scale_dtype(codebook)), codes=codebook), rng.choice((None, bias))
     zero = torch.randint(0, 16, scale.shape, generator=generator, dtype=torch.int32)
     offset = rng.choice((None, -8 * scale, zero))
     return x, *Tiles.pack(q, scale, offset), rng.choice((None, bias))

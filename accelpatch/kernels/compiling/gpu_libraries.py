@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 DTYPES = ("bf16", "fp16")  # of activations, numbered as in the C interface
 OFFSETS = {"none": 0, "zero_point": 1, "minimum": 2}  # numbered as in gemv.h
-CODES = {**OFFSETS, "nf4": 3, "fp4": 4}  # what groups of 32 and 64 may be besides
+GROUPS_OF_64 = {**OFFSETS, "nf4": 3, "fp4": 4}  # what groups of 32 and 64 may be besides
+CODES = {**GROUPS_OF_64, "e2m1": 5}
 EXPERT_OFFSETS = {name: OFFSETS[name] for name in ("none", "minimum")}
 FP8 = {"e4m3fn": 0, "e4m3fnuz": 1}  # whether fnuz
 WIDTHS = (64, 128, 256)  # columns of a head
@@ -38,9 +39,9 @@ FUNCTIONS: Mapping[str, Function] = {
     "gemv_int8": Function(("gemv/gemv_int8.hip",), {"rows": 0, "g32": 32, "g64": 64}),
     "gemv_int4": Function(("gemv/gemv_int4.hip",), OFFSETS),
     "gemv_int4_32": Function(("gemv/gemv_int4_32.hip",), CODES),
-    "gemv_int4_64": Function(("gemv/gemv_int4_64.hip",), CODES),
+    "gemv_int4_64": Function(("gemv/gemv_int4_64.hip",), GROUPS_OF_64),
     "experts_int4": Function(("experts/experts_int4.hip",), EXPERT_OFFSETS),
-    "experts_int4_32": Function(("experts/experts_int4_32.hip",), EXPERT_OFFSETS),
+    "experts_int4_32": Function(("experts/experts_int4_32.hip",), {**EXPERT_OFFSETS, "e2m1": CODES["e2m1"]}),
     "experts_int4_64": Function(("experts/experts_int4_64.hip",), EXPERT_OFFSETS),
     "int4_gemm": Function(("gemm/int4_gemm.hip",)),
     "gemv_fp8": Function(("gemv/gemv_fp8.hip",), FP8),

@@ -117,9 +117,9 @@ class Pack:
         """From q[N, K] int8 (8 bits) or q[N, K / 2] nibbles (4 bits), scale[N, G] and offset[N, G]: None, or of 4 bits
         a float minimum or an integer zero point in 0..16.
 
-        codes: "nf4" or "fp4" where nibbles stand for a table's values. order: integers [K], column j of q multiplies
-        x[order[j]]. out: uint8 memory for the pack, such as a slice of a larger block. Raises KernelError for what
-        cannot be packed.
+        codes: a name in CODEBOOKS where nibbles stand for a table's values. order: integers [K], column j of q
+        multiplies x[order[j]]. out: uint8 memory for the pack, such as a slice of a larger block. Raises KernelError
+        for what cannot be packed.
         """
         n, groups = scale.shape
         k = q.shape[1] * (1 if bits == 8 else 2)
@@ -187,7 +187,7 @@ class Pack:
         if not codes:
             return None
         if codes not in CODEBOOKS:
-            return f"there is no table {codes!r}, only {' and '.join(CODEBOOKS)}"
+            return f"there is no table {codes!r}, only {', '.join(CODEBOOKS)}"
         return None if (bits, offset) == (4, "none") else f"{codes} has 4 bits and no offset"
 
     @staticmethod

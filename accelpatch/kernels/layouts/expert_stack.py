@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from accelpatch.kernels.codebooks import E8M0
 from accelpatch.kernels.layouts import expert_tiles
 from accelpatch.kernels.layouts.layout import nbytes_of
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
@@ -25,8 +26,8 @@ class Stack(NamedTuple):
     """Weights of E experts. w: float or int8 [E, N, K], or int32 words [E, N, 16 blocks] of 4-bit codes.
 
     Or int8 tiles [E, tiles, steps, 1024], with scale and offset in tables of theirs (expert_tiles.py).
-    scale[E, N, G]: of a quantised weight. offset[E, N, G]: the minimum of 4-bit codes; None: w = (u - 8) * scale.
-    bias[E, N]: float, or None.
+    scale[E, N, G]: of a quantised weight. offset[E, N, G]: the minimum of 4-bit codes; None: w = (u - 8) * scale. Where
+    scale is float8_e8m0fnu, or int16 in tiles, codes are those of e2m1. bias[E, N]: float, or None.
     """
 
     w: Tensor
@@ -71,6 +72,12 @@ class Stack(NamedTuple):
     def bits(self) -> int:
         """Bits of a value: 4, 8, 16 or more."""
         return 4 if self.tiled else BITS.get(self.w.dtype, 8 * self.w.element_size())
+
+    @property
+    def codes(self) -> str:
+        """The name of the codebook that the codes are of; or ""."""
+        of_e2m1 = torch.int16 if self.tiled else E8M0
+        return "e2m1" if self.scale is not None and self.scale.dtype == of_e2m1 else ""
 
     @property
     def n(self) -> int:

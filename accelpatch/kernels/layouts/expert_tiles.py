@@ -2,7 +2,7 @@
 
 Rows of gate and up are interleaved: a tile has 8 gates and then their 8 ups. N is a multiple of 16 and K of 128, so
 that nothing is padded, tables[E, tiles, sets, 8, groups, 2] say how many groups a row has, and the experts follow each
-other: a kernel finds its own by its number.
+other: a kernel finds its own by its number. The scales of e2m1 lie there as the bits of bfloat16, in int16.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from accelpatch.kernels.codebooks import E8M0
 from accelpatch.kernels.layouts import int4_tiles, tiling
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 
 TILE_BYTES = TILE_ROWS * TILE_VALUES // 2
 
 
-def unfit(n: int, k: int, group: int, scale_dtype: torch.dtype | None) -> str | None:
-    """Why matrices [n, k] have no tiles; None where they have."""
+def unfit(n: int, k: int, group: int, scale_dtype: torch.dtype | None, codes: str = "") -> str | None:
+    """Why matrices [n, k] have no tiles; None where they have. codes: as of int4_tiles.unfit."""
     if n % TILE_ROWS or k % TILE_VALUES:
         return f"tiles hold multiples of {TILE_ROWS} rows by {TILE_VALUES} columns, not {n} x {k}"
-    return int4_tiles.unfit(k, group, scale_dtype)
+    return int4_tiles.unfit(k, group, scale_dtype, codes)
 
 
 def shapes(experts: int, n: int, k: int, groups: int) -> tuple[list[int], list[int]]:
@@ -35,6 +36,8 @@ def tiled(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Tiles and both tables, in scale's dtype, from canonical q[E, N, K / 2], scale and offset[E, N, G]."""
     experts, n, half = q.shape
+    if scale.dtype == E8M0:
+        scale = scale.to(torch.bfloat16).view(torch.int16)
     w = q.new_empty(shapes(experts, n, 2 * half, scale.shape[2])[0])
     for into, one in zip(w, q, strict=True):  # one by one: some of the steps take several times its memory
         into.copy_(tiling.tile_int4(_interleaved(one) if interleaved else one))
@@ -52,8 +55,8 @@ def untiled(
     for into, one in zip(q, w, strict=True):
         rows = tiling.untile_int4(one, n, k)
         into.copy_(_in_order(rows) if interleaved else rows)
-    beside = None if offset is None else _untable(offset, n, interleaved)
-    return q, _untable(scale, n, interleaved), beside
+    beside, factor = None if offset is None else _untable(offset, n, interleaved), _untable(scale, n, interleaved)
+    return q, factor.view(torch.bfloat16).float().to(E8M0) if factor.dtype == torch.int16 else factor, beside
 
 
 def in_tile_order(x: Tensor) -> Tensor:

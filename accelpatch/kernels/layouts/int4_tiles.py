@@ -1,7 +1,8 @@
 """4-bit weights in tiles of the HIP kernels, from and to the canonical tensors, exactly; the bits of a tile: tiling.py.
 
 Groups along K of 32, 64, or 128 times a power of two, or whole rows; scales and offsets of 16 bits. Codes of a codebook
-(codebooks.py) have groups of 32 or 64 and float32 scales, whose halves lie where scales and offsets do.
+(codebooks.py) have groups of 32 or 64 and float32 scales, whose halves lie where scales and offsets do; those of e2m1
+have groups of 32, whose scales bfloat16 holds.
 
 The rows of gate and up can be interleaved (tiled.py).
 """
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from accelpatch.kernels.arguments import check_scale, require
-from accelpatch.kernels.codebooks import CODEBOOKS
+from accelpatch.kernels.codebooks import CODEBOOKS, E8M0
+from accelpatch.kernels.codebooks import scale_dtype as dtype_of
 from accelpatch.kernels.layouts import tiling
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.layouts.row_major import Int4Rows, kind_of
@@ -78,7 +80,7 @@ class Tiles(Tiled):
         require(reason is None, "tiles", str(reason))
         require(exact(offset, scale.dtype), "tiles", f"an offset is no number of {scale.dtype}")
         beside = None if offset is None else offset.to(scale.dtype)
-        first, second = halves(scale) if codes else (scale, beside)
+        first, second = tables_of(scale) if codes else (scale, beside)
         tables = _table(first, k, group), None if second is None else _table(second, k, group)
         return cls(tiling.tile_int4(q), *tables, n, k, group, codes or kind_of(offset), order=order)
 
@@ -88,8 +90,7 @@ class Tiles(Tiled):
         scales = tiling.untile_scales(scale, n, k // group)
         beside = None if offset is None else tiling.untile_scales(offset, n, k // group)
         if kind in CODEBOOKS:
-            assert beside is not None
-            return tiling.untile_int4(w, n, k), of_halves(scales, beside), None
+            return tiling.untile_int4(w, n, k), of_tables(scales, beside), None
         if beside is not None and kind == "zero_point":
             beside = beside.to(torch.int8)
         return tiling.untile_int4(w, n, k), scales, beside
@@ -137,6 +138,16 @@ def of_halves(high: Tensor, low: Tensor) -> Tensor:
     return torch.stack((low, high), -1).view(torch.float32).squeeze(-1)
 
 
+def tables_of(scale: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What the tables of a codebook's scales are made of, 16 bits each: halves of float32, or bfloat16 of E8M0."""
+    return (scale.to(torch.bfloat16), None) if scale.dtype == E8M0 else halves(scale)
+
+
+def of_tables(first: Tensor, second: Tensor | None) -> Tensor:
+    """The inverse of `tables_of`."""
+    return first.float().to(E8M0) if second is None else of_halves(first, second)
+
+
 def _table(table: Tensor, k: int, group: int) -> Tensor:
     steps, groups, shift = places(k, group).values()
     return tiling.tile_scales(table, steps=steps, groups=groups, group_shift=shift)
@@ -150,8 +161,10 @@ def gemv_of(group: int) -> str:
 def unfit(k: int, group: int, scale_dtype: torch.dtype | None, codes: str = "") -> str | None:
     """Why a weight has no tiles; None where it has. codes: the name of a codebook, or an offset's kind."""
     if codes in CODEBOOKS:
-        fits = group in (32, 64) and k % group == 0 and k > group and scale_dtype in (torch.float32, None)
-        return None if fits else f"its groups are 32 or 64 of a longer row with float32 scales, not {group} of {k}"
+        sizes, wanted = (32,) if codes == "e2m1" else (32, 64), dtype_of(codes)
+        if group not in sizes or k % group or k <= group:
+            return f"its groups are {' or '.join(map(str, sizes))} of a longer row, not {group} of {k}"
+        return None if scale_dtype in (wanted, None) else f"its scales are {wanted}, not {scale_dtype}"
     runs = group in (32, 64) or (group % TILE_VALUES == 0 and (group & (group - 1)) == 0)
     if not runs and group != k:
         return f"its groups are 32, 64, 128 times a power of two, or whole rows, not {group}"

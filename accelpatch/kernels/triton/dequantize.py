@@ -42,8 +42,16 @@ def _pick(code, a, b, c, d):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _of_e2m1(code):  # type: ignore[no-untyped-def]
+    """A 2^14th of the value of each int32 code of e2m1: sign, exponent and fraction as they lie in float16."""
+    return ((code & 8) << 12 | (code & 7) << 9).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def _of_book(code, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """Value of each code of a codebook (codebooks.py), float32."""
+    if KIND == 5:
+        return _of_e2m1(code) * 16384.0
     upper = (code & 4) != 0
     if KIND == 4:
         first, last = (
@@ -69,10 +77,11 @@ def _of_book(code, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 def _beside(scale, offset, at, step, shift, KIND: tl.constexpr, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scales and offsets of a K step, float32. at: address offset of the first set."""
     place = at + (step >> shift) * (16 * GROUPS)
-    if KIND >= 3:  # the halves of a float32
-        high = tl.load(scale + place).to(tl.uint16, bitcast=True).to(tl.uint32)
-        low = tl.load(offset + place).to(tl.uint16, bitcast=True).to(tl.uint32)
-        factor = (high << 16 | low).to(tl.float32, bitcast=True)
+    if KIND >= 3:  # the halves of a float32; of e2m1 the high one alone
+        half = tl.load(scale + place).to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        if KIND != 5:
+            half = half | tl.load(offset + place).to(tl.uint16, bitcast=True).to(tl.uint32)
+        factor = half.to(tl.float32, bitcast=True)
         return factor, factor
     factor = tl.load(scale + place).to(tl.float32)
     return factor, factor if KIND == 0 else tl.load(offset + place).to(tl.float32)

@@ -5,7 +5,8 @@ added up over the token's experts in their order. The ids are read on the device
 the tokens beside it. Many tokens, and weights in tiles: grouped_experts.py.
 
 4-bit codes: the bits of a code, in their place in the word, are or-ed into those of the float 2^23, from which 2^23 is
-then subtracted: the code times a power of two, by which x is divided beforehand, exactly.
+then subtracted: the code times a power of two, by which x is divided beforehand, exactly. Those of e2m1 are read as
+float16, and their scales' bits are the exponents of float32.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from torch import Tensor
 
 from accelpatch.kernels.layouts.expert_stack import BLOCK, Stack
 from accelpatch.kernels.triton.dependent_launch import overlap
+from accelpatch.kernels.triton.dequantize import _of_e2m1
 from accelpatch.kernels.triton.gated_activation import CODES, _activated
 from accelpatch.kernels.triton.launch import cdiv, dependent, on
 
 CLAMPED = 7  # beside the codes of gated_activation
 FLOAT, INT8, INT4 = 0, 1, 2
+#: what the kernels call OFFSET: the codes less 8, a minimum, or the codes of e2m1
+NONE, MINIMUM, E2M1 = 0, 1, 2
 #: the bits of 2^23; handed in, since with two constants the mask and the or would be two instructions
 POWER = 0x4B000000
 
@@ -39,6 +43,7 @@ class Rows:
 
 #: kind of weight -> tiles of gate and up (so many rows of each), and of down
 GATE_UP = {FLOAT: Rows(4, 4), INT8: Rows(4, 4), INT4: Rows(4, 4)}
+OF_E2M1 = Rows(2, 4)  # of gate and up: with more rows registers spill
 DOWN = {FLOAT: Rows(8, 4), INT8: Rows(8, 4), INT4: Rows(4, 4)}
 
 
@@ -52,9 +57,19 @@ def _scaled_codes(words, x, power, NIBBLE: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit
+def _factor(scale, valid, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scales at these addresses, float32; of e2m1 from exponents, or in tiles from the bits of bfloat16."""
+    if OFFSET != 2:
+        return tl.load(scale, mask=valid, other=0.0).to(tl.float32)
+    bits = tl.load(scale, mask=valid, other=0).to(tl.int32)
+    bits = tl.where(bits == 0, 1 << 22, bits << 23) if scale.dtype.element_ty == tl.uint8 else bits << 16
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _codes(  # type: ignore[no-untyped-def]
     w, scale, offset, x, rows, block, valid, k, groups, power,
-    MINIMUM: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    OFFSET: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Blocks of rows of 4-bit codes times x: float32 [ROWS, BLOCKS].
 
@@ -69,15 +84,20 @@ def _codes(  # type: ignore[no-untyped-def]
     for part in tl.static_range(PARTS):
         group = tl.minimum(block * PARTS + part if GROUP < 128 else block * 128 // GROUP, groups - 1)
         at = rows * groups + group[None, :]
-        factor = tl.load(scale + at, mask=valid, other=0.0).to(tl.float32)
+        factor = _factor(scale + at, valid, OFFSET)
         sums = tl.zeros([ROWS, BLOCKS, 16], tl.float32)
         given = tl.zeros([1, BLOCKS, 16], tl.float32)
         for one in tl.static_range(8 // PARTS):
             column = block[None, :, None] * 128 + 16 * (part * (8 // PARTS) + one) + word
             value = tl.load(x + column, mask=column < k, other=0.0).to(tl.float32)
-            given += value
-            sums += _scaled_codes(words, value, power, part * (8 // PARTS) + one)
-        if MINIMUM:
+            if OFFSET == 2:
+                sums += _of_e2m1(words >> (4 * (part * (8 // PARTS) + one))) * value
+            else:
+                given += value
+                sums += _scaled_codes(words, value, power, part * (8 // PARTS) + one)
+        if OFFSET == 2:
+            total += tl.sum(sums, axis=2) * 16384.0 * factor
+        elif OFFSET == 1:
             beside = tl.load(offset + at, mask=valid, other=0.0).to(tl.float32)
             total += tl.sum(sums, axis=2) * factor + tl.sum(given, axis=2) * beside
         else:
@@ -117,7 +137,7 @@ def _gate(gate, up, alpha, limit, KIND: tl.constexpr, CODE: tl.constexpr):  # ty
 @triton.jit(do_not_specialize=["chosen", "power"])
 def _gate_up(  # type: ignore[no-untyped-def]
     x, ids, w, scale, offset, bias, h, k, inner, experts, chosen, groups, x_stride, power, alpha, limit,
-    KIND: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, BIAS: tl.constexpr,
+    KIND: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, CODE: tl.constexpr, BIAS: tl.constexpr,
     DEPENDENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     overlap(DEPENDENT)
@@ -139,7 +159,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
                 valid = inside[:, None] & (block < blocks)[None, :]
                 at = rows[:, None] + tl.zeros([1, COLUMNS], tl.int64)
                 total += _codes(
-                    w, scale, offset, own, at, block, valid, k, groups, power, MINIMUM, GROUP, 2 * ROWS, COLUMNS
+                    w, scale, offset, own, at, block, valid, k, groups, power, OFFSET, GROUP, 2 * ROWS, COLUMNS
                 )
             made = tl.sum(total, axis=1)
         else:
@@ -156,7 +176,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
 @triton.jit
 def _down_codes(  # type: ignore[no-untyped-def]
     h, ids, weights, w, scale, offset, token, row, k, width, experts, chosen, groups, power,
-    MINIMUM: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    OFFSET: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of rows over a token's experts: their blocks one after the other, as one long row."""
     blocks, total = tl.cdiv(k, 128), tl.zeros([ROWS, BLOCKS], tl.float32)
@@ -170,7 +190,7 @@ def _down_codes(  # type: ignore[no-untyped-def]
         own = h + tl.where(known, pair, token * chosen) * k
         rows = tl.where(known, expert, 0)[None, :] * width + row[:, None]
         valid = (row < width)[:, None] & known[None, :]
-        made = _codes(w, scale, offset, own[None, :, None], rows, number % blocks, valid, k, groups, power, MINIMUM,
+        made = _codes(w, scale, offset, own[None, :, None], rows, number % blocks, valid, k, groups, power, OFFSET,
                       GROUP, ROWS, BLOCKS)  # fmt: skip
         total += tl.where(known[None, :], made, 0.0) * factor[None, :]
     return tl.sum(total, axis=1)
@@ -179,7 +199,7 @@ def _down_codes(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["chosen", "power"])
 def _down(  # type: ignore[no-untyped-def]
     h, ids, weights, w, scale, offset, bias, residual, y, k, width, experts, chosen, groups, power,
-    KIND: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    KIND: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     DEPENDENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     overlap(DEPENDENT)
@@ -188,7 +208,7 @@ def _down(  # type: ignore[no-untyped-def]
     inside = row < width
     if KIND == 2:
         total = _down_codes(h, ids, weights, w, scale, offset, token, row, k, width, experts, chosen, groups, power,
-                            MINIMUM, GROUP, ROWS, COLUMNS)  # fmt: skip
+                            OFFSET, GROUP, ROWS, COLUMNS)  # fmt: skip
     else:
         total = tl.zeros([ROWS], tl.float32)
     if BIAS or KIND != 2:
@@ -222,9 +242,11 @@ def weight_arguments(stack: Stack, k: int) -> tuple[tuple[Tensor, ...], int, dic
     groups = stack.groups
     if stack.tiled:
         w = w.view(torch.int32)
+    elif stack.codes and scale is not None:
+        scale = scale.view(torch.uint8)
     form = {
         "KIND": {4: INT4, 8: INT8}.get(stack.bits, FLOAT),
-        "MINIMUM": offset is not None,
+        "OFFSET": E2M1 if stack.codes else NONE if offset is None else MINIMUM,
         # whole rows are a multiple of a block that no row reaches
         "GROUP": k // groups if groups > 1 else cdiv(k, BLOCK) * BLOCK,
         "BIAS": bias is not None,
@@ -246,7 +268,7 @@ def of_few(
     overlapped, options = dependent(x)
     with on(x):
         tensors, groups, form = weight_arguments(up, width)
-        tile = GATE_UP[form["KIND"]]
+        tile = OF_E2M1 if form["OFFSET"] == E2M1 else GATE_UP[form["KIND"]]
         _gate_up[(cdiv(inner, tile.rows), ids.numel())](
             x, ids, *tensors, h, width, inner, number, chosen, groups, width, POWER, gate[1], gate[2], **form,
             CODE=code_of(gate[0]), DEPENDENT=overlapped, **shape(tile, form["KIND"], width), **options,

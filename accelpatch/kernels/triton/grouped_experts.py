@@ -19,7 +19,8 @@ from accelpatch.device import Device, probe
 from accelpatch.kernels.choice import few
 from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.layouts.expert_tiles import in_tile_order
-from accelpatch.kernels.triton.experts import _gate, code_of, of_few, weight_arguments
+from accelpatch.kernels.triton.dequantize import _of_e2m1
+from accelpatch.kernels.triton.experts import _factor, _gate, code_of, of_few, weight_arguments
 from accelpatch.kernels.triton.gemm import Block
 from accelpatch.kernels.triton.launch import cdiv, on
 
@@ -53,23 +54,25 @@ def _tile_of(ends, counts, tile, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):  
 
 
 @triton.jit
-def _value(words, factor, beside, MINIMUM: tl.constexpr):  # type: ignore[no-untyped-def]
+def _value(words, factor, beside, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
     """The weights in the lowest nibble of each word, float32."""
+    if OFFSET == 2:
+        return _of_e2m1(words) * 16384.0 * factor
     code = ((words & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-    return code * factor + beside if MINIMUM else (code - 8.0) * factor
+    return code * factor + beside if OFFSET == 1 else (code - 8.0) * factor
 
 
 @triton.jit
-def _two(words, FIRST: tl.constexpr, SECOND: tl.constexpr, factor, beside, MINIMUM: tl.constexpr):  # type: ignore[no-untyped-def]
+def _two(words, FIRST: tl.constexpr, SECOND: tl.constexpr, factor, beside, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
     """The weights in two nibbles of each word, beside each other."""
-    first = _value(words >> (4 * FIRST), factor, beside, MINIMUM)
-    return tl.join(first, _value(words >> (4 * SECOND), factor, beside, MINIMUM))
+    first = _value(words >> (4 * FIRST), factor, beside, OFFSET)
+    return tl.join(first, _value(words >> (4 * SECOND), factor, beside, OFFSET))
 
 
 @triton.jit
 def _codes(  # type: ignore[no-untyped-def]
     w, scale, offset, x, row, inside, here, k, groups, total,
-    MINIMUM: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    OFFSET: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`total`[rows, tokens] and the products of rows of 4-bit codes with tokens. x: pointers to the tokens' rows."""
     blocks = tl.cdiv(k, 128)
@@ -79,14 +82,14 @@ def _codes(  # type: ignore[no-untyped-def]
         words = tl.load(w + row[:, None] * (blocks * 16) + block * 16 + word[None, :], mask=inside[:, None], other=0)
         for part in tl.static_range(PARTS):
             group = tl.minimum(block * PARTS + part if GROUP < 128 else block * 128 // GROUP, groups - 1)
-            factor = tl.load(scale + row * groups + group, mask=inside, other=0.0).to(tl.float32)[:, None]
+            factor = _factor(scale + row * groups + group, inside, OFFSET)[:, None]
             beside = factor
-            if MINIMUM:
+            if OFFSET == 1:
                 beside = tl.load(offset + row * groups + group, mask=inside, other=0.0).to(tl.float32)[:, None]
             for one in tl.static_range(8 // PARTS):
                 column = block * 128 + 16 * (part * (8 // PARTS) + one) + word
                 given = tl.load(x[None, :] + column[:, None], mask=here[None, :] & (column < k)[:, None], other=0.0)
-                value = _value(words >> (4 * (part * (8 // PARTS) + one)), factor, beside, MINIMUM).to(given.dtype)
+                value = _value(words >> (4 * (part * (8 // PARTS) + one)), factor, beside, OFFSET).to(given.dtype)
                 total = tl.dot(value, given, total, input_precision=PRECISION)
     return total
 
@@ -94,7 +97,7 @@ def _codes(  # type: ignore[no-untyped-def]
 @triton.jit
 def _tile_codes(  # type: ignore[no-untyped-def]
     w, scale, offset, x, row, inside, here, k, groups, total,
-    MINIMUM: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    OFFSET: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As _codes, in tiles; row: of the tiles. Values of x lie in the order of a tile's nibbles.
 
@@ -112,13 +115,13 @@ def _tile_codes(  # type: ignore[no-untyped-def]
         places = (at * (2 * PARTS) + r // 8)[:, None]
         if PARTS > 1:
             places = places + 2 * part[None, :]
-        factor = tl.load(scale + places, mask=inside[:, None], other=0.0).to(tl.float32)
+        factor = _factor(scale + places, inside[:, None], OFFSET)
         beside = factor
-        if MINIMUM:
+        if OFFSET == 1:
             beside = tl.load(offset + places, mask=inside[:, None], other=0.0).to(tl.float32)
         given = tl.load(x[None, :] + (block * 128 + column)[:, None], mask=here[None, :], other=0.0)
-        even = tl.join(_two(words, 0, 4, factor, beside, MINIMUM), _two(words, 2, 6, factor, beside, MINIMUM))
-        odd = tl.join(_two(words, 1, 5, factor, beside, MINIMUM), _two(words, 3, 7, factor, beside, MINIMUM))
+        even = tl.join(_two(words, 0, 4, factor, beside, OFFSET), _two(words, 2, 6, factor, beside, OFFSET))
+        odd = tl.join(_two(words, 1, 5, factor, beside, OFFSET), _two(words, 3, 7, factor, beside, OFFSET))
         values = tl.join(even, odd).to(given.dtype).reshape(row.shape[0], 128)
         total = tl.dot(values, given, total, input_precision=PRECISION)
     return total
@@ -135,15 +138,15 @@ def _tile_place(row):  # type: ignore[no-untyped-def]
 @triton.jit
 def _sums(  # type: ignore[no-untyped-def]
     w, scale, offset, x, row, inside, here, k, groups,
-    KIND: tl.constexpr, TILED: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
+    KIND: tl.constexpr, TILED: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """w[row] . x of each token, float32 [ROWS, TOKENS]. row: int64 numbers of rows in the whole stack."""
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     if TILED:
-        return _tile_codes(w, scale, offset, x, row, inside, here, k, groups, total, MINIMUM, GROUP, PRECISION)
+        return _tile_codes(w, scale, offset, x, row, inside, here, k, groups, total, OFFSET, GROUP, PRECISION)
     if KIND == 2:
-        return _codes(w, scale, offset, x, row, inside, here, k, groups, total, MINIMUM, GROUP, PRECISION)
+        return _codes(w, scale, offset, x, row, inside, here, k, groups, total, OFFSET, GROUP, PRECISION)
     for start in range(0, k, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         given = tl.load(x[None, :] + column[:, None], mask=here[None, :] & (column < k)[:, None], other=0.0)
@@ -158,7 +161,7 @@ def _sums(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["chosen", "tiles"])
 def _gate_up(  # type: ignore[no-untyped-def]
     x, order, ends, w, scale, offset, bias, h, k, inner, experts, chosen, tiles, groups, alpha, limit,
-    KIND: tl.constexpr, TILED: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
+    KIND: tl.constexpr, TILED: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
     CODE: tl.constexpr, PRECISION: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +177,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
         first = expert.to(tl.int64) * (2 * inner)
         place_of_bias = first + of_up * inner + row
         lies = first + row // 8 * 16 + row % 8 + 8 * of_up if TILED else place_of_bias
-        made = _sums(w, scale, offset, x + token * k, lies, inside, here, k, groups, KIND, TILED, MINIMUM, GROUP,
+        made = _sums(w, scale, offset, x + token * k, lies, inside, here, k, groups, KIND, TILED, OFFSET, GROUP,
                      PRECISION, ROWS, TOKENS, COLUMNS)  # fmt: skip
         if BIAS:
             made += tl.load(bias + place_of_bias, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -192,7 +195,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["tiles"])
 def _down(  # type: ignore[no-untyped-def]
     h, order, ends, weights, w, scale, offset, bias, parts, k, width, experts, tiles, groups,
-    KIND: tl.constexpr, TILED: tl.constexpr, MINIMUM: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
+    KIND: tl.constexpr, TILED: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
     PRECISION: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     expert, start, end = _tile_of(ends, experts, tl.program_id(0) % tiles, EXPERTS, TOKENS)
@@ -204,7 +207,7 @@ def _down(  # type: ignore[no-untyped-def]
         inside = row < width
         first = expert.to(tl.int64) * width + row
         own = h + place.to(tl.int64) * k
-        made = _sums(w, scale, offset, own, first, inside, here, k, groups, KIND, TILED, MINIMUM, GROUP, PRECISION,
+        made = _sums(w, scale, offset, own, first, inside, here, k, groups, KIND, TILED, OFFSET, GROUP, PRECISION,
                      ROWS, TOKENS, COLUMNS)  # fmt: skip
         if BIAS:
             made += tl.load(bias + first, mask=inside, other=0.0).to(tl.float32)[:, None]

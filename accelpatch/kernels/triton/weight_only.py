@@ -21,7 +21,7 @@ from accelpatch.kernels.triton.dequantize import Floats, _beside, _value, by_sli
 from accelpatch.kernels.triton.gemm import INT8, Block, Blocks, flat_rows, grid, in_runs, leave, linear
 from accelpatch.kernels.triton.launch import on
 
-KINDS = {"none": 0, "zero_point": 1, "minimum": 2, "nf4": 3, "fp4": 4}
+KINDS = {"none": 0, "zero_point": 1, "minimum": 2, "nf4": 3, "fp4": 4, "e2m1": 5}
 INT4 = Blocks((Block(16, 64, 128, 4, 6), Block(32, 64, 128, 4, 4), Block(64, 128, 128, 8, 4)))
 
 

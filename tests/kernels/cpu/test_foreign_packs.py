@@ -118,7 +118,7 @@ def test_pack_is_invertible(format_: str) -> None:
         (Pack.why_not(16, 24, 24, "none", 4, "nf4"), "multiple of 16"),
         (Pack.why_not(16, 192, 64, "minimum", 4, "nf4"), "no offset"),
         (Pack.why_not(16, 192, 64, "none", 8, "fp4"), "4 bits"),
-        (Pack.why_not(16, 192, 64, "none", 4, "nf5"), "nf4 and fp4"),
+        (Pack.why_not(16, 192, 64, "none", 4, "nf5"), "nf4, fp4, e2m1"),
         (Pack.why_not_blocks(16, 192, "Q4_K"), "multiple of Q4_K's 256"),
         (Pack.why_not_blocks(16, 256, "Q5_K"), "Q4_K and Q6_K"),
         (Pack.why_not_blocks(1 << 40, 256, "Q6_K"), "rows or columns"),

@@ -66,7 +66,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def made(
     sizes: tuple[int, int, int], tokens: int, chosen: int, groups: tuple[int, int], dtype: torch.dtype,
-    symmetric: bool = False, odd: bool = False,
+    symmetric: bool = False, odd: bool = False, codes: str = "",
 ) -> tuple[Any, ...]:  # fmt: skip
     """Arguments for experts of (E, H, I). odd: some ids are none, weights are float32, and there is a residual."""
     (number, width, inner), generator = sizes, torch.Generator().manual_seed(tokens + chosen)
@@ -74,7 +74,7 @@ def made(
     ids = torch.randint(-odd, number + odd, (tokens, chosen), generator=generator)
     weights = torch.rand(tokens, chosen, generator=generator).to(torch.float32 if odd else dtype)
     up, down = (
-        of_random(generator, dtype, torch.device("cpu"), 4, number, n, k, group, False, symmetric)
+        of_random(generator, dtype, torch.device("cpu"), 4, number, n, k, group, False, symmetric, codes)
         for (n, k), group in zip(((2 * inner, width), (width, inner)), groups, strict=True)
     )
     rest = "silu", 0.0, 0.0, x.flip(0) if odd else None
@@ -95,7 +95,7 @@ def assert_float_rule(args: tuple[Any, ...], y: Tensor) -> None:
     assert found.ok, found.reason
 
 
-#: (E, H, I), tokens, chosen, groups of gate and up and of down (0: rows), symmetric, odd
+#: (E, H, I), tokens, chosen, groups of gate and up and of down (0: rows), symmetric, odd, codes
 CASES = {
     "one step": ((4, 128, 128), 1, 2, (128, 128), True, False),
     "groups of 32": ((3, 256, 128), 2, 2, (32, 32), False, True),
@@ -106,6 +106,8 @@ CASES = {
     "rows": ((2, 512, 384), 2, 2, (0, 0), False, True),
     "steps of two experts in a stage": ((5, 256, 640), 1, 5, (128, 128), False, True),
     "eight experts, three tokens": ((16, 384, 256), 3, 8, (128, 128), False, False),
+    "e2m1": ((3, 256, 384), 2, 2, (32, 32), True, True, "e2m1"),
+    "e2m1, one expert": ((2, 128, 128), 1, 1, (32, 32), True, False, "e2m1"),
 }
 
 
@@ -113,8 +115,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("form", FORMS)
 def test_float_rule(form: str, case: str, dtype: torch.dtype, run: Run) -> None:
-    sizes, tokens, chosen, groups, symmetric, odd = CASES[case]
-    args = made(sizes, tokens, chosen, groups, dtype, symmetric, odd)
+    sizes, tokens, chosen, groups, *rest = CASES[case]
+    args = made(sizes, tokens, chosen, groups, dtype, *rest)
     assert_float_rule(args, run(form, args))
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
+from accelpatch.kernels.codebooks import E8M0
 from accelpatch.kernels.layouts import expert_tiles, int4_tiles, tiling
 from accelpatch.kernels.layouts.expert_pack import ExpertPack
 from accelpatch.kernels.layouts.expert_stack import Stack, from_words, to_words
@@ -92,6 +96,23 @@ def test_tiles_come_back(group: int, interleaved: bool) -> None:
         assert torch.equal(one, due)  # type: ignore[arg-type]
     for one, due in zip(stack.expert(2).canonical(k, interleaved=interleaved)[:3], (q, scale, offset), strict=True):
         assert torch.equal(one, due[2:3])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("interleaved", [True, False], ids=["gate and up", "down"])
+@pytest.mark.parametrize("layout", ["words", "tiles", "pack"])
+def test_codes_of_e2m1_come_back(layout: str, interleaved: bool) -> None:
+    """With every power of two; the dtype of the scales says what the codes are."""
+    q = torch.randint(-128, 128, (3, 48, 128), dtype=torch.int8, generator=torch.Generator().manual_seed(8))
+    scale = (torch.arange(3 * 48 * 8) % 255).to(torch.uint8).view(3, 48, 8).view(E8M0)
+    kinds: dict[str, Any] = {"words": Stack.of_codes, "pack": partial(ExpertPack.pack, bits=4)}
+    made = kinds.get(layout, partial(Stack.of_tiles, interleaved=interleaved))(q, scale)
+    assert made.codes == "e2m1"
+    held, factor, offset, _ = made.canonical(256, interleaved=interleaved)
+    assert torch.equal(held, q)
+    assert factor.dtype == E8M0
+    assert torch.equal(factor.view(torch.uint8), scale.view(torch.uint8))
+    assert offset is None
+    assert layout == "pack" or made.expert(1).codes == "e2m1"
 
 
 @pytest.mark.parametrize("interleaved", [True, False], ids=["gate and up", "down"])

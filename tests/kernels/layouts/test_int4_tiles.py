@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from accelpatch.errors import KernelError
+from accelpatch.kernels.codebooks import CODEBOOKS, E8M0, scale_dtype
 from accelpatch.kernels.layouts import int4_tiles, tiling
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 
@@ -61,3 +63,53 @@ def test_tiles_pair_and_come_apart(halves: int, group: int) -> None:
         found = both.replace(n=due.n, part=part).alone()
         assert all(torch.equal(one, due.tables[name]) for name, one in found.tables.items())
         assert found.arguments()[3:] == due.arguments()[3:]
+
+
+def powers(*shape: int) -> torch.Tensor:
+    """float8_e8m0fnu of every byte that is a number, over and over."""
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) % 255).to(torch.uint8).view(shape).view(E8M0)
+
+
+def test_the_values_of_e2m1() -> None:
+    """Sign, two bits of exponent, one of fraction; no exponent: halves."""
+    values = [(code & 1 | 2) * 2.0 ** ((code >> 1 & 3) - 2) if code & 6 else (code & 1) / 2 for code in range(8)]
+    assert CODEBOOKS["e2m1"] == (*values, *(-value for value in values))
+    assert [scale_dtype(codes) for codes in CODEBOOKS] == [torch.float32, torch.float32, E8M0]
+
+
+@pytest.mark.parametrize("n, k", [(48, 576), (33, 1056)], ids=str)
+def test_scales_of_e2m1_come_back(n: int, k: int) -> None:
+    """Every power of two, in one table of bfloat16 that holds them exactly."""
+    q, scale = torch.randint(-128, 128, (n, k // 2), dtype=torch.int8), powers(n, k // 32)
+    tiles = Tiles.pack(q, scale, codes="e2m1")
+    assert (tiles.scale.dtype, tiles.offset, tiles.kind, tiles.group) == (torch.bfloat16, None, "e2m1", 32)
+    table = scale.float().bfloat16()
+    assert torch.equal(tiling.untile_scales(tiles.scale, n, k // 32), table)
+    assert torch.equal(table.double().log2() + 127, scale.view(torch.uint8).double())
+    rows = tiles.canonical()
+    assert (rows.codes, rows.offset, rows.scale.dtype) == ("e2m1", None, E8M0)
+    assert torch.equal(rows.w, q)
+    assert torch.equal(rows.scale.view(torch.uint8), scale.view(torch.uint8))
+
+
+def test_gate_and_up_of_e2m1_come_apart() -> None:
+    q, scale = torch.randint(-128, 128, (96, 64), dtype=torch.int8), powers(96, 4)
+    both = Tiles.pack(q[:48], scale[:48], codes="e2m1").pair(Tiles.pack(q[48:], scale[48:], codes="e2m1"))
+    for part, rows in (("gate", slice(48)), ("up", slice(48, 96))):
+        one = both.replace(n=48, part=part).canonical()
+        assert torch.equal(one.w, q[rows])
+        assert torch.equal(one.scale.view(torch.uint8), scale[rows].view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "scale, message",
+    [
+        (powers(16, 4), "groups are 32 of"),
+        (powers(16, 8).float(), "scales are torch.float8_e8m0fnu"),
+    ],
+    ids=["groups of 64", "float32"],
+)
+def test_what_is_no_e2m1_of_tiles(scale: torch.Tensor, message: str) -> None:
+    with pytest.raises(KernelError, match=message):
+        Tiles.pack(torch.zeros(16, 128, dtype=torch.int8), scale, codes="e2m1")

@@ -36,6 +36,27 @@ def test_float_rule(tokens: int, chosen: int, group: int) -> None:
 
 
 @here
+@pytest.mark.parametrize("tokens", [1, 9], ids=["few", "many"])
+@pytest.mark.parametrize("tiled", [False, True], ids=["words", "tiles"])
+def test_the_least_power_of_two_of_e2m1(tiled: bool, tokens: int) -> None:
+    """2^-127, a subnormal, and its successors."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, 128, generator=generator).to(DEVICE, torch.float32) * 2.0**60
+    ids = torch.zeros(tokens, 1, dtype=torch.int64, device=DEVICE)
+    up, down = (
+        of_random(generator, torch.float32, DEVICE, 4, 1, n, k, 32, False, True, "e2m1")
+        for n, k in ((256, 128), (128, 128))
+    )
+    assert down.scale is not None
+    least = (torch.arange(down.scale.numel(), device=DEVICE) % 3).to(torch.uint8).view(down.scale.shape)
+    stacks = up, down._replace(scale=least.view(down.scale.dtype))
+    if tiled:
+        stacks = in_tiles(*stacks, 128)
+    assert_parity(experts.OP, (x, ids, torch.ones_like(ids).float(), *stacks[0], *stacks[1], "relu", 0.0, 0.0, None),
+                  "triton")  # fmt: skip
+
+
+@here
 def test_a_tile_that_a_block_has_no_room_for_is_left_out() -> None:
     from accelpatch.kernels.triton.grouped_experts import AMD_TILES, CODE_TILES, TILES, tiles_of
 

@@ -102,7 +102,8 @@ template <bool> struct IntegerMma : Cells<false> {
         multiply_bytes(low, a0, a1, part ? x.low.z : x.low.x, part ? x.low.w : x.low.y);
     }
     DEVICE float value(int i) const { return float(high[i] * 256 + low[i]); }
-    // Of a codebook (codebook.h): a 256th.
+    // Of a codebook (codebook.h): of one limb, or a 256th of two.
+    static DEVICE float value_of_book(const IntegerMma (&p)[1], int i) { return p[0].value(i); }
     static DEVICE float value_of_book(const IntegerMma (&p)[2], int i) {
         return float(p[0].high[i] * 256 + p[0].low[i] + p[1].high[i] + (p[1].low[i] >> 8));
     }

@@ -148,7 +148,9 @@ private:
         for (int i = 0; i < Cell::COUNT; ++i) {
             const int word = Cell::pair(i) * F::GROUPS + group;
             sum[i] = fmaf(Mma::value_of_book(part, i) * block_exponents[i % Cell::TOKENS],
-                wide_value(slot.scale[word], slot.offset[word], Cell::half(i)), sum[i]);
+                TABLES<F> > 1 ? wide_value(slot.scale[word], slot.offset[word], Cell::half(i))
+                              : table_value(slot.scale[word], Cell::half(i), true),
+                sum[i]);
         }
     }
     // A group's products into the sums, times its block exponent and scale; and, with an offset, the sum of its

@@ -87,7 +87,10 @@ template <bool NARROW> struct IntegerMma : Cells<NARROW> {
     DEVICE int high(int i) const { return NARROW ? sum[0][2 * i] : sum[0][i]; }
     DEVICE int low(int i) const { return NARROW ? sum[0][2 * i + 1] : sum[MMAS - 1][i]; }
     DEVICE float value(int i) const { return float(high(i) * 256 + low(i)); }
-    // Of a codebook (codebook.h): a 256th.
+    // Of a codebook (codebook.h): of one limb, or a 256th of two.
+    static DEVICE float value_of_book(const IntegerMma (&p)[2], int i) {
+        return float((p[0].high(i) - p[1].high(i)) * 256 + p[0].low(i) - p[1].low(i));
+    }
     static DEVICE float value_of_book(const IntegerMma (&p)[4], int i) {
         const int highs = (p[0].high(i) - p[1].high(i)) * 128 + p[2].high(i) - p[3].high(i),
                   lows = (p[0].low(i) - p[1].low(i)) * 128 + p[2].low(i) - p[3].low(i);

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accelpatch.device import Device, probe
 from accelpatch.kernels.compiling import libraries
-from accelpatch.kernels.compiling.gpu_libraries import OFFSETS
+from accelpatch.kernels.compiling.gpu_libraries import CODES
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import ACTIVATION, NORM, GemvArgs
 from accelpatch.kernels.layouts.expert_stack import Stack
@@ -151,7 +151,7 @@ def launches(
     ):  # fmt: skip
         last = stack is down
         own = k // chosen if last else k
-        group, offset = own // stack.groups, "none" if stack.offset is None else "minimum"
+        group, offset = own // stack.groups, stack.codes or ("none" if stack.offset is None else "minimum")
         assert stack.scale is not None
         rest = residual if last else None
         gemv = GemvArgs(
@@ -159,8 +159,9 @@ def launches(
             offset=None if stack.offset is None else stack.offset.data_ptr(),
             residual=None if rest is None else rest.data_ptr(),
             m=1, n=n, k=k, x_stride=source.shape[1], y_stride=into.shape[1], residual_stride=width,
-            activation=ACTIVATION["none" if last else "silu_gate"], offset_kind=OFFSETS[offset],
-            scale_is_bf16=int(stack.scale.dtype == torch.bfloat16), group_shift=places(own, group)["group_shift"],
+            activation=ACTIVATION["none" if last else "silu_gate"], offset_kind=CODES[offset],
+            scale_is_bf16=int(stack.scale.dtype in (torch.bfloat16, torch.int16)),
+            group_shift=places(own, group)["group_shift"],
             **({} if last or norm is None else _of_norm(norm)),
         )  # fmt: skip
         form = ONE_GROUP if group == own else group

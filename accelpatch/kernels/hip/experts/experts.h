@@ -1,4 +1,4 @@
-// One of the two products of a layer's experts for few tokens, over stacks of int4 tiles:
+// One of the two products of a layer's experts for few tokens, over stacks of 4-bit tiles:
 //
 //     gate and up   h[T, k][I] = silu(gate) * up, of x[T, H] with the tiles of each of a token's experts
 //     down          y[T, H] = sum over j of weights[T, j] * h[T, j] . down[ids[T, j]]^T (+ residual)
@@ -41,7 +41,7 @@ inline int check_experts(const GemvArgs& a, const ExpertArgs& e) {
         return STATUS_SIZE;
     if (e.logits ? e.ids || e.weights : !e.ids || !e.weights) return STATUS_POINTER;
     if (e.weight_type < 0 || e.weight_type > 2) return STATUS_FORMAT;
-    if (!a.scale || (a.offset_kind != OFFSET_NONE && !a.offset)) return STATUS_POINTER;
+    if (!a.scale || (two_tables(a.offset_kind) && !a.offset)) return STATUS_POINTER;
     if (a.activation != (e.down ? ACT_NONE : ACT_SILU_GATE) || a.bias) return STATUS_FORMAT;
     if (a.norm != NORM_NONE && (e.down || (a.norm != NORM_RMS && a.norm != NORM_RMS_PLUS_ONE))) return STATUS_FORMAT;
     if (a.producer || a.consumer || a.group_shift < 0 || a.group_shift > 30) return STATUS_FORMAT;
@@ -91,6 +91,10 @@ template <int GROUPS> int int4_experts(const GemvArgs& a, const ExpertArgs& e, i
         if constexpr (HAS<OFFSET_MINIMUM>) {
             if (a.offset_kind == OFFSET_MINIMUM)
                 return launch_experts<Stacked<Int4<GROUPS, OFFSET_MINIMUM>>, T>(a, e, s);
+        }
+        if constexpr (GROUPS == 4 && HAS<OFFSET_E2M1>) {
+            if (a.offset_kind == OFFSET_E2M1)
+                return launch_experts<Stacked<Codebook4<GROUPS, OFFSET_E2M1>>, T>(a, e, s);
         }
         return int(STATUS_FORMAT);
     });

@@ -1,4 +1,4 @@
-// experts_int4_32: int4 weights of experts, groups of 32.
+// experts_int4_32: 4-bit weights of experts, groups of 32; also those of e2m1.
 #include "experts.h"
 
 extern "C" int accelpatch_experts_int4_32(

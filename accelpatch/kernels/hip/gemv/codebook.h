@@ -1,6 +1,6 @@
 // Codebooks of 4 bits (codebooks.py), as integers of two limbs of a byte, each of which has products of its
 // own. fp4's values are whole multiples of a 192nd, so that its integers are exact; nf4's lose at most 2^-15 of the
-// largest.
+// largest. e2m1's are whole multiples of a half, and take one limb.
 //
 // Where bytes of both halves of a book are looked up at once (BOOK_IN_HALVES), its positive and negative values have
 // products apart: a lookup gives 0 for the other half's codes.
@@ -9,10 +9,12 @@
 #include "arch/portability.h"
 
 template <int KIND> struct CodebookOf {
-    static constexpr bool NF4 = KIND == OFFSET_NF4;
-    static constexpr int LIMBS = BOOK_IN_HALVES ? 4 : 2, LIMB = BOOK_IN_HALVES ? 128 : 256;
-    static constexpr int STEP = BOOK_IN_HALVES ? 85 : 168;                           // of fp4's 192nds
-    static constexpr int UNIT = !NF4 ? 192 * STEP : BOOK_IN_HALVES ? 16383 : 32512;  // what the largest value is
+    static constexpr bool NF4 = KIND == OFFSET_NF4, E2M1 = KIND == OFFSET_E2M1;
+    static constexpr int BYTES = E2M1 ? 1 : 2, LIMBS = BOOK_IN_HALVES ? 2 * BYTES : BYTES,
+                         LIMB = BOOK_IN_HALVES ? 128 : 256;
+    static constexpr int DIVIDED = E2M1 ? 1 : 256;          // by which sums of products are divided
+    static constexpr int STEP = BOOK_IN_HALVES ? 85 : 168;  // of fp4's 192nds
+    static constexpr int UNIT = E2M1 ? 2 : !NF4 ? 192 * STEP : BOOK_IN_HALVES ? 16383 : 32512;  // what 1 is
     // The integer of a code as tiles hold it, with its top bit turned.
     static constexpr DEVICE int integer(int held) {
         constexpr double NF4_VALUES[16] = {-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -20,7 +22,9 @@ template <int KIND> struct CodebookOf {
             0.16093020141124725, 0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
             0.7229568362236023, 1.0};
         constexpr int FP4_VALUES[8] = {0, 1, 128, 192, 64, 96, 32, 48};
+        constexpr int E2M1_VALUES[8] = {0, 1, 2, 3, 4, 6, 8, 12};
         const int code = held ^ 8;
+        if (E2M1) return code < 8 ? E2M1_VALUES[code & 7] : -E2M1_VALUES[code & 7];
         if (!NF4) return FP4_VALUES[code & 7] * (code < 8 ? STEP : -STEP);
         const double scaled = NF4_VALUES[code] * UNIT;
         return static_cast<int>(scaled < 0 ? scaled - .5 : scaled + .5);
@@ -43,7 +47,8 @@ template <int KIND> struct CodebookOf {
     }
     // The operand of each product, of four codes each: high limbs first, where halves are apart the codes 0 to 7 first.
     static DEVICE void operands(const NibbleLookup& codes, int half, uint32_t (&out)[LIMBS]) {
-        bytes<true>(codes, half, out), bytes<false>(codes, half, out + LIMBS / 2);
+        if constexpr (E2M1) bytes<false>(codes, half, out);
+        else bytes<true>(codes, half, out), bytes<false>(codes, half, out + LIMBS / 2);
     }
     static DEVICE float value(uint32_t held) {
         const NibbleLookup codes(held);
@@ -53,10 +58,10 @@ template <int KIND> struct CodebookOf {
 #pragma unroll
         for (int i = 0; i < LIMBS; ++i) {
             const int byte = static_cast<int8_t>(out[i] & 255u);
-            value += (i < LIMBS / 2 ? LIMB : 1) * (SIGNED(i) ? -byte : byte);
+            value += (BYTES == 2 && i < LIMBS / 2 ? LIMB : 1) * (SIGNED(i) ? -byte : byte);
         }
         return static_cast<float>(value) / static_cast<float>(UNIT);
     }
-    // Whether a product is subtracted: that of nf4's codes below 0, fp4's codes 8 to 15, which tiles hold as 0 to 7.
+    // Whether a product is subtracted: that of nf4's codes below 0, others' codes 8 to 15, which tiles hold as 0 to 7.
     static constexpr DEVICE bool SIGNED(int product) { return BOOK_IN_HALVES && product % 2 == (NF4 ? 1 : 0); }
 };

@@ -141,13 +141,13 @@ template <int GROUPS_, int KIND> struct Int4 {
     }
 };
 
-// The same tiles with codes of a codebook, whose limbs have products of their own.
+// The same tiles with codes of a codebook, the limbs of which have products of their own.
 template <int GROUPS_, int KIND> struct Codebook4 {
     using Book = CodebookOf<KIND>;
     static constexpr bool QUANTIZES = true, TILED = true, SPLIT = false, INTERLEAVED = true;
     static constexpr int KSTEP = 128, PARTS = 4, GROUPS = GROUPS_, OFFSET = KIND, STEP_BYTES = 1024, VALUE_BITS = 4,
                          LIMBS = Book::LIMBS;
-    static constexpr float CODE_STEP = (Book::SIGNED(0) ? -256.f : 256.f) / Book::UNIT;
+    static constexpr float CODE_STEP = (Book::SIGNED(0) ? -1.f : 1.f) * Book::DIVIDED / Book::UNIT;
     static constexpr DEVICE int order(int e) { return NibbleLookup::order(e); }
     static DEVICE void expand(const Words4& raw, int half, Words4 (&w)[LIMBS]) {
         const NibbleLookup a(word_of(raw, 2 * half)), b(word_of(raw, 2 * half + 1));

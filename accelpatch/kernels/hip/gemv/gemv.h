@@ -12,9 +12,18 @@ enum Activation : int32_t {
     ACT_GELU_TANH = 4,
     ACT_SILU = 5
 };
-// OFFSET_NF4, OFFSET_FP4: codes are those of a codebook; the scale's table has the high halves of float32 scales, the
-// offset's their low halves.
-enum Offset : int32_t { OFFSET_NONE = 0, OFFSET_ZERO_POINT = 1, OFFSET_MINIMUM = 2, OFFSET_NF4 = 3, OFFSET_FP4 = 4 };
+// From OFFSET_NF4 on codes are those of a codebook: of nf4 and fp4 the scale's table has the high halves of float32
+// scales, the offset's their low halves; e2m1 has one table, of bf16 scales.
+enum Offset : int32_t {
+    OFFSET_NONE = 0,
+    OFFSET_ZERO_POINT = 1,
+    OFFSET_MINIMUM = 2,
+    OFFSET_NF4 = 3,
+    OFFSET_FP4 = 4,
+    OFFSET_E2M1 = 5
+};
+// Whether a second table lies beside that of scales.
+constexpr bool two_tables(int32_t kind) { return kind != OFFSET_NONE && kind != OFFSET_E2M1; }
 
 // Pointers and sizes only, so that ctypes can fill it. Sizes and strides in elements. With ACT_SILU_GATE the first half
 // of w's rows are gates, the second half ups, and y has N / 2 columns (tiled formats: interleave the rows).

@@ -1,4 +1,4 @@
-// gemv_int4_32: int4 weights in groups of 32.
+// gemv_int4_32: 4-bit weights in groups of 32.
 #include "gemv_int4.h"
 
 extern "C" int accelpatch_gemv_int4_32(const GemvArgs* a, int dtype, int group_size, void* stream) {

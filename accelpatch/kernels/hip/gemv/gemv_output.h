@@ -106,11 +106,11 @@ DEVICE float unbounded_sum(
             const int step = k / F::KSTEP, group = k % F::KSTEP / (F::KSTEP / F::GROUPS);
             const int64_t at = ((tile * sets + (step >> a.group_shift)) * 8 + r % 8) * F::GROUPS + group;
             const auto word = [&](const void* table) ALWAYS_INLINE { return static_cast<const uint32_t*>(table)[at]; };
-            if constexpr (CODEBOOK<F>) {
+            if constexpr (CODEBOOK<F> && TABLES<F> > 1) {
                 scale = wide_value(word(a.scale), word(a.offset), r / 8);
             } else {
                 scale = table_value(word(a.scale), r / 8, a.scale_is_bf16);
-                if (F::OFFSET != OFFSET_NONE) offset = table_value(word(a.offset), r / 8, a.scale_is_bf16);
+                if (TABLES<F> > 1) offset = table_value(word(a.offset), r / 8, a.scale_is_bf16);
             }
         }
         sum += x * F::value(row, k, scale, offset);

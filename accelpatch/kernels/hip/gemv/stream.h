@@ -164,7 +164,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
         for (int pair = 0; pair < SCALE_PAIRS; ++pair) {
             const int at = pair * SCALE_BYTES<F>;
             stream_copy<SCALE_BYTES<F>>(scales + at, from + at, there);
-            if (F::OFFSET != OFFSET_NONE) stream_copy<SCALE_BYTES<F>>(offsets + at, from + beside + at, there);
+            if (TABLES<F> > 1) stream_copy<SCALE_BYTES<F>>(offsets + at, from + beside + at, there);
         }
     }
     DEVICE char* place(char* into, int u, int h) {

@@ -2,10 +2,10 @@
 #pragma once
 #include "experts/stacked.h"
 
-template <class F> constexpr int SCALE_BYTES = 4 * F::GROUPS;                              // a row pair and step
-template <class F> constexpr int TABLES = F::GROUPS ? 1 + (F::OFFSET != OFFSET_NONE) : 0;  // scales, offsets
-template <class F> constexpr int WEIGHT_BYTES = COMPACT<F> ? F::STEP_BYTES : 1024;         // a warp and step
-template <class F> constexpr int TABLE_BYTES = 8 * SCALE_BYTES<F>;                         // of a tile and step
+template <class F> constexpr int SCALE_BYTES = 4 * F::GROUPS;                         // a row pair and step
+template <class F> constexpr int TABLES = F::GROUPS ? 1 + two_tables(F::OFFSET) : 0;  // scales, offsets
+template <class F> constexpr int WEIGHT_BYTES = COMPACT<F> ? F::STEP_BYTES : 1024;    // a warp and step
+template <class F> constexpr int TABLE_BYTES = 8 * SCALE_BYTES<F>;                    // of a tile and step
 template <class F> constexpr int SLOT_BYTES = WEIGHT_BYTES<F> + TABLE_BYTES<F> * TABLES<F>;
 
 // Neighbouring steps of K in a stage: two at once hide each other's latencies, where registers hold their scales.

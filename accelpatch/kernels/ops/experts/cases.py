@@ -6,49 +6,54 @@ from typing import Any
 
 import torch
 
+from accelpatch.kernels.codebooks import scale_dtype
 from accelpatch.kernels.layouts.expert_stack import Stack, from_words, to_words
 from accelpatch.kernels.spec import Case
 
 CLAMPED = "clamped_swiglu"
 
 
+def _case(
+    bits: int, experts: int, width: int, inner: int, tokens: int, k: int, group: int = 0, activation: str = "silu",
+    bias: bool = False, odd: bool = False, tiled: bool = False, codes: str = "",
+) -> Case:  # fmt: skip
+    def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+        x = torch.randn(tokens, width, generator=generator).to(device, dtype)
+        ids = torch.randint(-1 if odd else 0, experts + odd, (tokens, k), generator=generator).to(device)
+        weights = torch.rand(tokens, k, generator=generator).to(device, torch.float32 if odd else dtype)
+        sizes = ((2 * inner, width), (width, inner))
+        stacks = [of_random(generator, dtype, device, bits, experts, *size, group, bias, odd, codes) for size in sizes]
+        if tiled:
+            stacks = list(in_tiles(stacks[0], stacks[1], inner))
+        return x, ids, weights, *stacks[0], *stacks[1], activation, 1.702, 7.0, x.flip(0) if odd else None
+
+    name = f"w{bits}{codes and '-'}{codes}-e{experts}-h{width}-i{inner}-t{tokens}-k{k}-g{group}-{activation}"
+    return Case(f"{name}{'-bias' if bias else ''}{'-odd' if odd else ''}{'-tiles' if tiled else ''}", make)
+
+
 def cases() -> list[Case]:
     """Cases for parity checks: each kind of weight, few and many tokens, experts that get none, ids out of range."""
-
-    def case(
-        bits: int, experts: int, width: int, inner: int, tokens: int, k: int, group: int = 0, activation: str = "silu",
-        bias: bool = False, odd: bool = False, tiled: bool = False,
-    ) -> Case:  # fmt: skip
-        def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-            x = torch.randn(tokens, width, generator=generator).to(device, dtype)
-            ids = torch.randint(-1 if odd else 0, experts + odd, (tokens, k), generator=generator).to(device)
-            weights = torch.rand(tokens, k, generator=generator).to(device, torch.float32 if odd else dtype)
-            sizes = ((2 * inner, width), (width, inner))
-            stacks = [of_random(generator, dtype, device, bits, experts, *size, group, bias, odd) for size in sizes]
-            if tiled:
-                stacks = list(in_tiles(stacks[0], stacks[1], inner))
-            return x, ids, weights, *stacks[0], *stacks[1], activation, 1.702, 7.0, x.flip(0) if odd else None
-
-        name = f"w{bits}-e{experts}-h{width}-i{inner}-t{tokens}-k{k}-g{group}-{activation}"
-        return Case(f"{name}{'-bias' if bias else ''}{'-odd' if odd else ''}{'-tiles' if tiled else ''}", make)
-
     return [
-        case(16, 4, 64, 32, 1, 2),
-        case(4, 4, 64, 32, 2, 2, 32),
-        case(4, 2, 256, 384, 1, 2, 128, odd=True),
-        case(8, 3, 96, 48, 7, 2, odd=True),
-        case(4, 6, 160, 96, 1, 3, 32, CLAMPED, bias=True),
-        case(4, 3, 256, 128, 37, 2, 64, odd=True),
-        case(16, 5, 48, 24, 40, 3, activation="gelu_tanh", bias=True),
-        case(8, 2, 130, 66, 33, 1, activation="gelu"),
-        case(4, 2, 384, 128, 5, 2, 128, odd=True),
-        case(4, 3, 64, 32, 0, 2, 32),
-        case(4, 4, 128, 128, 1, 2, 32, tiled=True),
-        case(4, 3, 256, 128, 2, 2, 64, odd=True, tiled=True),
-        case(4, 5, 384, 256, 1, 5, 128, odd=True, tiled=True),
-        case(4, 2, 256, 128, 37, 2, 64, tiled=True),
-        case(4, 3, 128, 384, 21, 2, 32, CLAMPED, bias=True, odd=True, tiled=True),
-        case(4, 2, 256, 256, 9, 1, activation="gelu", tiled=True),
+        _case(16, 4, 64, 32, 1, 2),
+        _case(4, 4, 64, 32, 2, 2, 32),
+        _case(4, 2, 256, 384, 1, 2, 128, odd=True),
+        _case(8, 3, 96, 48, 7, 2, odd=True),
+        _case(4, 6, 160, 96, 1, 3, 32, CLAMPED, bias=True),
+        _case(4, 3, 256, 128, 37, 2, 64, odd=True),
+        _case(16, 5, 48, 24, 40, 3, activation="gelu_tanh", bias=True),
+        _case(8, 2, 130, 66, 33, 1, activation="gelu"),
+        _case(4, 2, 384, 128, 5, 2, 128, odd=True),
+        _case(4, 3, 64, 32, 0, 2, 32),
+        _case(4, 4, 128, 128, 1, 2, 32, tiled=True),
+        _case(4, 3, 256, 128, 2, 2, 64, odd=True, tiled=True),
+        _case(4, 5, 384, 256, 1, 5, 128, odd=True, tiled=True),
+        _case(4, 2, 256, 128, 37, 2, 64, tiled=True),
+        _case(4, 3, 128, 384, 21, 2, 32, CLAMPED, bias=True, odd=True, tiled=True),
+        _case(4, 2, 256, 256, 9, 1, activation="gelu", tiled=True),
+        _case(4, 6, 160, 96, 1, 3, 32, CLAMPED, bias=True, odd=True, codes="e2m1"),
+        _case(4, 3, 96, 64, 37, 2, 32, codes="e2m1"),
+        _case(4, 4, 256, 128, 2, 2, 32, odd=True, tiled=True, codes="e2m1"),
+        _case(4, 3, 128, 384, 37, 2, 32, CLAMPED, bias=True, tiled=True, codes="e2m1"),
     ]
 
 
@@ -62,9 +67,10 @@ def in_tiles(up: Stack, down: Stack, inner: int) -> tuple[Stack, Stack]:
 
 def of_random(
     generator: torch.Generator, dtype: torch.dtype, device: torch.device, bits: int, experts: int, n: int, k: int,
-    group: int, bias: bool, symmetric: bool,
+    group: int, bias: bool, symmetric: bool, codes: str = "",
 ) -> Stack:  # fmt: skip
-    """A random Stack, for parity checks. bits: 16 for floats of `dtype`. group: 0 for one scale a row."""
+    """A random Stack, for parity checks. bits: 16 for floats of `dtype`. group: 0 for one scale a row. codes: of a
+    codebook's name."""
     beside = torch.randn(experts, n, generator=generator).to(device, dtype) if bias else None
     if bits == 16:
         return Stack((torch.randn(experts, n, k, generator=generator) / k**0.5).to(device, dtype), bias=beside)
@@ -73,5 +79,7 @@ def of_random(
         q = torch.randint(-127, 128, (experts, n, k), generator=generator, dtype=torch.int8)
         return Stack(q.to(device), (scale / 64).to(device), None, beside)
     q = torch.randint(-128, 128, (experts, n, k // 2), generator=generator, dtype=torch.int8)
+    if codes:
+        return Stack(to_words(q).to(device), (scale / 2).to(scale_dtype(codes)).to(device), None, beside)
     half = (scale / 8).to(device, torch.float16)
     return Stack(to_words(q).to(device), half, None if symmetric else -8 * half, beside)

@@ -5,8 +5,8 @@
     clamped_swiglu: (min(max(up, -limit), limit) + 1) * g * sigmoid(alpha g), g = min(gate, limit)       (GPT-OSS)
 
 Weights are Stacks (layouts/expert_stack.py): float, int8 with a scale a row, or 4-bit codes in groups, in words or in
-tiles. An id outside of 0 .. E - 1 adds nothing, and one that is named twice adds twice. Which experts run is read on
-the device.
+tiles; those of e2m1 have a power of two for each 32 (OCP MXFP4). An id outside of 0 .. E - 1 adds nothing, and one that
+is named twice adds twice. Which experts run is read on the device.
 
 Source: Shazeer et al. 2017, arXiv:1701.06538; shapes as in transformers' experts interface (integrations/moe.py).
 """
@@ -23,13 +23,15 @@ from torch.nn import functional
 from accelpatch.device import Device, probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.arguments import FLOATS, require, say
-from accelpatch.kernels.layouts import expert_tiles, int4_tiles
-from accelpatch.kernels.layouts.expert_stack import BLOCK, WORDS, Stack, from_words
+from accelpatch.kernels.codebooks import E8M0
+from accelpatch.kernels.layouts import int4_tiles
+from accelpatch.kernels.layouts.expert_stack import BLOCK, Stack, from_words
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops.activation import gated_activation
 from accelpatch.kernels.ops.experts import gemv as expert_gemv
 from accelpatch.kernels.ops.experts.cases import CLAMPED, cases
 from accelpatch.kernels.ops.experts.reference import reference
+from accelpatch.kernels.ops.experts.stacks import why_not_stack
 from accelpatch.kernels.ops.linear import common, int4_linear
 from accelpatch.kernels.spec import Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
@@ -61,46 +63,6 @@ def added(y: Tensor, residual: Tensor | None = None) -> Tensor:
     return y if residual is None else residual + y
 
 
-def why_not_stack(stack: Stack, n: int, k: int, experts: int, device: torch.device) -> str | None:
-    """Why a Stack is none of `experts` matrices [n, k]; None where it is."""
-    w, scale, offset, _ = stack
-    if stack.tiled:
-        return _why_not_tiles(stack, n, k, experts, device)
-    columns = -(-k // BLOCK) * WORDS if stack.bits == 4 else k
-    if list(w.shape) != [experts, n, columns] or not (w.dtype in FLOATS or w.dtype in (torch.int8, torch.int32)):
-        return f"a weight is {say(w)}, and [{experts}, {n}, {columns}] belongs here"
-    if (scale is None) == (stack.bits in (4, 8)):
-        return "codes have scales, and floats have none"
-    if scale is not None and (list(scale.shape[:2]) != [experts, n] or scale.shape[2] < 1 or k % scale.shape[2]):
-        return f"a scale is {say(scale)}, and [{experts}, {n}, G] belongs here, G dividing {k}"
-    if offset is not None and (scale is None or stack.bits != 4 or offset.shape != scale.shape):
-        return f"an offset is {say(offset)}, which belongs to 4-bit codes and has the shape of their scale"
-    return _why_not_beside(stack, n, experts, device)
-
-
-def _why_not_beside(stack: Stack, n: int, experts: int, device: torch.device) -> str | None:
-    bias = stack.bias
-    if bias is not None and (list(bias.shape) != [experts, n] or not bias.is_floating_point()):
-        return f"a bias is {say(bias)}, and float [{experts}, {n}] belongs here"
-    apart = next((one for one in stack if one is not None and one.device != device), None)
-    return None if apart is None else f"x lies on {device}, a weight on {apart.device}: move the module"
-
-
-def _why_not_tiles(stack: Stack, n: int, k: int, experts: int, device: torch.device) -> str | None:
-    w, scale, offset, _ = stack
-    if scale is None or scale.dim() != 6 or stack.groups < 1 or k % stack.groups:
-        return f"tiles have a scale [E, tiles, sets, 8, groups, 2], not {'none' if scale is None else say(scale)}"
-    if reason := expert_tiles.unfit(n, k, k // stack.groups, torch.float16):
-        return reason
-    size, table = expert_tiles.shapes(experts, n, k, stack.groups)
-    if w.dtype != torch.int8 or list(w.shape) != size:
-        return f"the tiles of [{experts}, {n}, {k}] are int8 {size}, not {say(w)}"
-    for one in (scale, scale if offset is None else offset):
-        if list(one.shape) != table or one.dtype != scale.dtype:
-            return f"scales and offsets are {table} of one dtype, not {say(one)}"
-    return _why_not_beside(stack, n, experts, device)
-
-
 def spec(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Spec:
     """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
     check_routing(OP, x, ids, weights, given[8])
@@ -120,11 +82,13 @@ def of_stacks(op: str, x: Tensor, chosen: int, given: tuple[Any, ...]) -> Spec:
     for stack, n, k in ((up, rows, width), (down, width, inner)):
         reason = why_not_stack(stack, n, k, experts, x.device)
         require(reason is None, op, str(reason))
-        alike = stack.bits == up.bits and (stack.scale is not None or stack.w.dtype == x.dtype)
+        alike = (stack.bits, stack.codes) == (up.bits, up.codes) and (
+            stack.scale is not None or stack.w.dtype == x.dtype
+        )
         require(alike, op, f"the weights are of one kind, and floats of x's dtype, not {say(stack.w)}")
-    offset = "none" if up.offset is None and down.offset is None else "minimum"
+    offset = up.codes or ("none" if up.offset is None and down.offset is None else "minimum")
     biased = up.bias is not None or down.bias is not None
-    scale = None if up.scale is None else up.scale.dtype
+    scale = E8M0 if up.codes else None if up.scale is None else up.scale.dtype
     return of_shape(
         experts, width, inner, x.dtype, up.bits, (width // up.groups, inner // down.groups), tokens=len(x),
         chosen=chosen, activation=activation, biased=biased, scale_dtype=scale, offset=offset, tiled=up.tiled,
@@ -151,7 +115,7 @@ def of_shape(
 ) -> Spec:  # fmt: skip
     """The Spec of experts of this size, for planning. groups: values along K that share a scale, of both stacks.
 
-    offset: "none" or "minimum". tiled: whether the weights lie in tiles. biased: whether they have biases.
+    offset: "none", "minimum" or "e2m1". tiled: whether the weights lie in tiles. biased: whether they have biases.
     """
     sizes = {"M": tokens, "E": experts, "H": width, "I": inner, "k": chosen}
     options = {"bits": bits, "groups": groups, "activation": activation, "tiled": tiled, "biased": biased}
@@ -169,9 +133,10 @@ def tiles_for(
     alike = scale.dtype == scale_down.dtype and (offset is None) == (offset_down is None)
     exact = int4_tiles.exact(offset, scale.dtype) and int4_tiles.exact(offset_down, scale.dtype)
     width, inner = 2 * q.shape[2], 2 * q_down.shape[2]
+    kind = Stack(q, scale).codes or ("none" if offset is None else "minimum")
     wanted = of_shape(
         len(q), width, inner, dtype, 4, (width // scale.shape[2], inner // scale_down.shape[2]), activation=activation,
-        offset="none" if offset is None else "minimum", biased=up["bias"] is not None, scale_dtype=scale.dtype,
+        offset=kind, biased=up["bias"] is not None, scale_dtype=scale.dtype,
     )  # fmt: skip
     if device.type != "cuda" or not alike or expert_gemv.why_not_tiles(wanted, probe(device)) or not exact:
         return None
@@ -252,7 +217,7 @@ def _linear(x: Tensor, stack: Stack, number: int, interleaved: bool) -> Tensor:
         if stack.bits == 4:
             beside = None if offset is None else offset[start:stop]
             codes = held if stack.tiled else from_words(held, k)
-            return int4_linear.dequantize_rows(codes, factor, beside, "", wide)
+            return int4_linear.dequantize_rows(codes, factor, beside, stack.codes, wide)
         return (held.to(wide).unflatten(1, (factor.shape[1], -1)) * factor.to(wide)[:, :, None]).flatten(1)
 
     return common.by_row_blocks(x, w.shape[0], k, rows, bias)

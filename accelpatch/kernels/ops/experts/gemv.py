@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from accelpatch.device import Device
+from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.experts import binding as launched
-from accelpatch.kernels.layouts import expert_tiles
+from accelpatch.kernels.layouts import expert_tiles, int4_tiles
 from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.layouts.int4_tiles import ONE_GROUP
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
@@ -54,7 +55,9 @@ def _functions(spec: Spec) -> list[str]:
 def _without_library(spec: Spec, device: Device) -> str | None:
     if spec.options["bits"] != 4:
         return f"its weights have {spec.options['bits']} bits, and the kernels read 4"
-    for (n, k, _), function in zip(_matrices(spec), _functions(spec), strict=True):
+    for (n, k, group), function in zip(_matrices(spec), _functions(spec), strict=True):
+        if spec.offset in CODEBOOKS and (reason := int4_tiles.unfit(k, group, spec.scale_dtype, spec.offset)):
+            return reason
         one = replace(spec, sizes={"N": n * spec.sizes["k"], "K": k * spec.sizes["k"]})
         if reason := binding.why_not(one, device, function, spec.offset):
             return reason
@@ -70,7 +73,7 @@ def _unfit(spec: Spec) -> str | None:
     if chosen > launched.MOST_CHOSEN:
         return f"{chosen} experts a token are more than {launched.MOST_CHOSEN}"
     for n, k, group in _matrices(spec):
-        if reason := expert_tiles.unfit(n, k, group, spec.scale_dtype):
+        if reason := expert_tiles.unfit(n, k, group, spec.scale_dtype, spec.offset):
             return reason
         if max(n // TILE_ROWS, k // TILE_VALUES) ** 2 * chosen >= 1 << 32 or spec.sizes["E"] >= 1 << 31:
             return "its sizes are beyond 32-bit indices"

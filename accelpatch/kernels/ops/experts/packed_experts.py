@@ -54,9 +54,10 @@ def spec(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Spec:
     fits = up.k == x.shape[1] == down.n and up.n == 2 * down.k and len(up.data) == len(down.data)
     sizes = f"{len(up.data)} of {up.n} x {up.k}, {len(down.data)} of {down.n} x {down.k}"
     require(fits, OP, f"the packs do not fit together or x [T, {x.shape[1]}]: {sizes}")
+    require(up.codes == down.codes in ("", "e2m1"), OP, f"codes are e2m1's or plain, not {up.codes} and {down.codes}")
     require(up.data.device == x.device, OP, f"x lies on {x.device}, the packs on {up.data.device}: move the module")
     return of_shape(
-        len(up.data), up.k, down.k, x.dtype, 8 if up.kind == INT8 else 4, (up.group, down.group), up.offset,
+        len(up.data), up.k, down.k, x.dtype, 8 if up.kind == INT8 else 4, (up.group, down.group), up.codes or up.offset,
         tokens=len(x), chosen=ids.shape[1],
     )  # fmt: skip
 
@@ -102,14 +103,15 @@ def _torch_why_not(spec: Spec, device: Device) -> str | None:
 @operation(OP)
 def packed_experts(
     x: Tensor, ids: Tensor, weights: Tensor,
-    gate_up: Tensor, kind: int, n: int, k: int, group: int, half_scales: bool, offset: str, gate_up_bias: Tensor | None,
+    gate_up: Tensor, kind: int, n: int, k: int, group: int, half_scales: bool, offset: str, codes: str,
+    gate_up_bias: Tensor | None,
     down: Tensor, down_kind: int, down_n: int, down_k: int, down_group: int, down_half_scales: bool, down_offset: str,
-    down_bias: Tensor | None, activation: str = "silu", alpha: float = 0.0, limit: float = 0.0,
+    down_codes: str, down_bias: Tensor | None, activation: str = "silu", alpha: float = 0.0, limit: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """y[T, H] in x's dtype; as `experts`, with the fields of two ExpertPacks. Raises KernelError."""
     given = (
-        gate_up, kind, n, k, group, half_scales, offset, gate_up_bias,
-        down, down_kind, down_n, down_k, down_group, down_half_scales, down_offset, down_bias,
+        gate_up, kind, n, k, group, half_scales, offset, codes, gate_up_bias,
+        down, down_kind, down_n, down_k, down_group, down_half_scales, down_offset, down_codes, down_bias,
         activation, alpha, limit,
     )  # fmt: skip
     y: Tensor = dispatch.run(OP, spec, gate_up.device, (x, ids, weights, *given))

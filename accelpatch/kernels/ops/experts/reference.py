@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.kernels.layouts.expert_stack import WORDS, Stack
 from accelpatch.kernels.ops.activation import gated_activation
 from accelpatch.kernels.ops.experts.cases import CLAMPED
@@ -31,7 +32,7 @@ def dense(stack: Stack, expert: int, k: int, dtype: torch.dtype, interleaved: bo
         assert factor is not None
         held = q.view(torch.uint8)
         codes = torch.stack((held & 15, held >> 4), dim=-1).flatten(1)
-        return _decoded(codes, factor, least, 4, dtype)
+        return _decoded(codes, factor, least, 4, stack.codes, dtype)
     w, scale = stack.w[expert], stack.scale
     if scale is None:
         return w.to(dtype)
@@ -39,16 +40,19 @@ def dense(stack: Stack, expert: int, k: int, dtype: torch.dtype, interleaved: bo
     if stack.bits == 4:
         held = w.view(len(w), -1, 1, WORDS)
         codes = torch.cat([(held >> 4 * nibble) & 15 for nibble in range(8)], dim=2).flatten(1)[:, :k]
-    return _decoded(codes, scale[expert], None if stack.offset is None else stack.offset[expert], stack.bits, dtype)
+    least = None if stack.offset is None else stack.offset[expert]
+    return _decoded(codes, scale[expert], least, stack.bits, stack.codes, dtype)
 
 
-def _decoded(codes: Tensor, scale: Tensor, offset: Tensor | None, bits: int, dtype: torch.dtype) -> Tensor:
+def _decoded(codes: Tensor, scale: Tensor, offset: Tensor | None, bits: int, book: str, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32)
+    if book:
+        codes = torch.tensor(CODEBOOKS[book], dtype=wide, device=codes.device)[codes.long()]
     groups, factor = codes.to(wide).view(len(codes), scale.shape[1], -1), scale.to(wide)[:, :, None]
     if offset is not None:
         made = groups * factor + offset.to(wide)[:, :, None]
     else:
-        made = (groups - 8 if bits == 4 else groups) * factor
+        made = (groups - 8 if bits == 4 and not book else groups) * factor
     return made.flatten(1).to(dtype)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from accelpatch.device import KNOWN, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.codebooks import E8M0
 from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.ops.experts import experts
@@ -50,6 +51,14 @@ def test_few_tokens_run_by_hip_and_more_by_triton(number: int, chosen: int, toke
     assert dispatch.choose(experts.OP, spec, probe("cpu")) == "torch"
 
 
+E2M1: dict[str, Any] = {"groups": (32, 32), "offset": "e2m1", "scale_dtype": E8M0}
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_codes_of_e2m1_run_by_hip(arch: str) -> None:
+    assert dispatch.choose(experts.OP, asked(**E2M1), KNOWN[arch]) == "hip"
+
+
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "8 bits": ({"bits": 8}, "its weights have 8 bits, and the kernels read 4"),
     "dtype": ({"dtype": torch.float32}, "its activations are bfloat16 or float16, not torch.float32"),
@@ -60,6 +69,8 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "groups": ({"groups": (128, 96)}, "its groups are 32, 64, 128 times a power of two"),
     "width": ({"inner": 704}, "multiples of 16 rows by 128 columns, not 2048 x 704"),
     "size": ({"inner": 1 << 20}, "its sizes are beyond 32-bit indices"),
+    "groups of e2m1": (E2M1 | {"groups": (32, 64)}, "its groups are 32 of a longer row, not 64 of 768"),
+    "scales of e2m1": (E2M1 | {"scale_dtype": torch.float32}, "its scales are torch.float8_e8m0fnu"),
     "words": ({"tiled": False}, "its weights lie in words, not in tiles"),
 }
 
@@ -76,6 +87,7 @@ def test_its_libraries() -> None:
     both = asked(groups=(64, 32), dtype=torch.float16, offset="none")
     assert expert_gemv.libraries(both) == ("experts_int4_64_fp16_none", "experts_int4_32_fp16_none")
     assert expert_gemv.libraries(asked(groups=(2048, 768))) == ("experts_int4_bf16_minimum",)
+    assert expert_gemv.libraries(asked(**E2M1)) == ("experts_int4_32_bf16_e2m1",)
 
 
 def canonical(
@@ -91,12 +103,13 @@ def canonical(
     [
         (canonical(256, 256), canonical(256, 128), True),
         (canonical(256, 256, 128, offset=False), canonical(256, 128, offset=False), True),
+        (canonical(256, 256, dtype=E8M0, offset=False), canonical(256, 128, dtype=E8M0, offset=False), True),
         (canonical(256, 256), canonical(256, 128, offset=False), False),
         (canonical(256, 256, dtype=torch.float32), canonical(256, 128, dtype=torch.float32), False),
         (canonical(192, 256), canonical(256, 96), False),
         (canonical(256, 256) | {"offset": torch.full((2, 256, 8), 1e-9)}, canonical(256, 128), False),
     ],
-    ids=["minimum", "none", "offsets of one alone", "float32 scales", "width", "offsets that 16 bits do not hold"],
+    ids=["minimum", "none", "e2m1", "offsets of one alone", "float32 scales", "width", "offsets beyond 16 bits"],
 )
 def test_what_lies_in_tiles(up: Any, down: Any, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "probe", lambda device: KNOWN["sm_90"])
@@ -108,7 +121,8 @@ def test_what_lies_in_tiles(up: Any, down: Any, fits: bool, monkeypatch: pytest.
     for stack, given, interleaved in zip(made or (), (up, down), (True, False), strict=False):
         q, scale, offset, _ = stack.canonical(0, interleaved=interleaved)
         assert torch.equal(q, given["q"])
-        assert torch.equal(scale, given["scale"])
+        assert torch.equal(scale.float(), given["scale"].float())
+        assert scale.dtype == given["scale"].dtype
         assert (offset is None) == (given["offset"] is None)
         assert offset is None or torch.equal(offset, given["offset"])
 

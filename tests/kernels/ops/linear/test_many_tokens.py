@@ -13,6 +13,7 @@ from torch.nn import functional
 from accelpatch.device import KNOWN
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.check import parity
+from accelpatch.kernels.codebooks import scale_dtype
 from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.int4_tiles import Tiles
@@ -50,6 +51,15 @@ def test_takes_many(arch: str, k: int, group: int, cut: int, takes: bool) -> Non
             assert dict(tiled_int4_linear.facts(x[:m])) == options
         else:
             assert not tiled_int4_linear.facts(x[:m])
+
+
+@pytest.mark.parametrize("codes, group", [("nf4", 64), ("fp4", 32), ("e2m1", 32)])
+def test_few_tokens_with_codes_of_a_table_run_by_hip(codes: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "why_not", lambda name, device: None)
+    scale = torch.ones(16, 256 // group).to(scale_dtype(codes))
+    tiles = Tiles.pack(torch.zeros(16, 128, dtype=torch.int8), scale, codes=codes)
+    asked = tiled_int4_linear.spec(torch.zeros(8, 256, dtype=torch.bfloat16), *tiles, None)
+    assert dispatch.choose(tiled_int4_linear.OP, asked, KNOWN["sm_90"]) == "hip"
 
 
 @pytest.fixture
@@ -112,11 +122,3 @@ def test_the_gate(dtype: torch.dtype, biased: bool, launched: list[str]) -> None
         for wide in (torch.float64, dtype)
     )
     assert not parity.compare(y, right, parity.torch_error(plain, right)).reason
-
-
-@pytest.mark.parametrize("codes, group", [("nf4", 64), ("fp4", 32)])
-def test_few_tokens_with_codes_of_a_table_run_by_hip(codes: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "why_not", lambda name, device: None)
-    tiles = Tiles.pack(torch.zeros(16, 128, dtype=torch.int8), torch.ones(16, 256 // group), codes=codes)
-    asked = tiled_int4_linear.spec(torch.zeros(8, 256, dtype=torch.bfloat16), *tiles, None)
-    assert dispatch.choose(tiled_int4_linear.OP, asked, KNOWN["sm_90"]) == "hip"
