@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,14 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from accelpatch.errors import LoadError
-from accelpatch.models.checkpoint import OWN, READ, Described, header, quantization_of
+from accelpatch.models.checkpoint import DTYPES, OWN, Described, header, quantization_of
+from accelpatch.models.foreign_layouts import METHODS
 from accelpatch.models.gguf_header import TYPES, read_header
 from accelpatch.models.unread import FLOAT, reason
 
-BITS = {
-    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8,
-    "U16": 16, "U32": 32, "U64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-}  # fmt: skip
 OF_OPT = "self_attn.qk_bmm.a"  # a tensor that only SmoothQuant's OPT has
 RECIPE_RUN = "float weights: `accelpatch run {place} --recipe int8` quantises them while they load"
 GENERATING = ("ForCausalLM", "LMHeadModel")  # ends of the names of classes that `run` takes
@@ -91,8 +89,14 @@ def _tensors(place: str, files: list[Path], config: dict[str, Any]) -> Inspectio
         tied = bool(config.get("tie_word_embeddings", (text or {}).get("tie_word_embeddings", False)))
         facts["tied"] = "input and output embeddings" if tied else "none"
     name, more, advice = _format(place, config, found, sites)
-    by_kind = _by_kind((dtype, math.prod(shape) * BITS.get(dtype, 8) // 8) for dtype, shape in found.values())
+    by_kind = _by_kind((dtype, math.prod(shape) * _bytes(dtype)) for dtype, shape in found.values())
     return Inspection(place, name, facts | more, by_kind, advice)
+
+
+def _bytes(dtype: str) -> int:
+    """Bytes of a value."""
+    bits = re.search(r"\d+", DTYPES.get(dtype, ""))
+    return int(bits[0]) // 8 if bits else 1
 
 
 def _by_kind(sizes: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:
@@ -120,7 +124,7 @@ def _format(
         facts = {key: str(quantization[key]) for key in keys if key in quantization}
         facts |= {"packing": str(quantization["format"])} if "format" in quantization else {}
         advice = f"{method} checkpoints are not read: {FLOAT}"
-        if method in READ:
+        if method in METHODS:
             advice = f"`accelpatch run {place}` loads it as it is"
         advice = reason(quantization) or advice
         return method, facts, advice

@@ -100,7 +100,7 @@ def from_parts(
     site = entry.site
     assert entry.replacer is not None
     if entry.replacer.whole:
-        return _whole(entry, saved, take)
+        return _whole(entry, saved, take, layout)
     names = PARTS if layout is None else layout[0].parts
     held = {part: take(f"{site.path}.{part}") for part in names}
     for member in (site, *site.tied):
@@ -128,13 +128,13 @@ def _file_of(path: str, names: Sequence[str], saved: Saved) -> Path:
     return next(stored.file for name in names if (stored := saved.tensors.get(f"{path}.{name}")) is not None)
 
 
-def _whole(entry: Entry, saved: Saved, take: Callable[[str], Tensor | None]) -> Built:
+def _whole(entry: Entry, saved: Saved, take: Callable[[str], Tensor | None], layout: Any) -> Built:
     """The replacement of a module with all that is in it."""
-    path, names = entry.site.path, parts_of(entry, saved)
+    path, names = entry.site.path, parts_of(entry, saved, () if layout is None else layout[0].parts)
     held = {name.removeprefix(f"{path}."): take(name) for name in names}
     try:
-        return built(entry, held)
-    except PatchError as error:
+        return built(entry, held if layout is None else layout[0].weight(held, layout[1], entry.site.n, entry.site.k))
+    except (KernelError, PatchError) as error:
         raise LoadError(f"{saved.tensors[names[0]].file}: {path}.{error.__cause__ or error}") from error
 
 

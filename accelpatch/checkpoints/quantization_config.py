@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from accelpatch.checkpoints.foreign import PACKED, sites_of
+from accelpatch.checkpoints.foreign import packed, sites_of
 from accelpatch.checkpoints.gguf_tensors import GGUF
 from accelpatch.checkpoints.saved import METHOD, VERSION, Saved, read
 from accelpatch.errors import LoadError
@@ -73,7 +73,8 @@ class AccelpatchConfig(QuantizationConfigMixin):
             return self.stored, (GGUF, {})
         layout = self.layout
         saved = read(files, None if layout is None else partial(sites_of, layout))
-        return saved, None if layout is None or layout["name"] not in PACKED else (PACKED[layout["name"]], layout)
+        made = None if layout is None else packed(layout)
+        return saved, None if made is None else (made, layout)
 
     @property
     def loaded(self) -> Recipe:

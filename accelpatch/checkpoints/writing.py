@@ -18,12 +18,9 @@ import torch
 
 from accelpatch.checkpoints.saved import METHOD, VERSION, bytes_of
 from accelpatch.errors import SaveError
+from accelpatch.models import checkpoint
 
-DTYPES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
-    torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-}  # fmt: skip
+WORDS = {getattr(torch, name): word for word, name in checkpoint.DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 ALIGNMENT = 8  # bytes; readers view the data at multiples of a tensor's element size
 PER_TENSOR = 320  # bytes of header beside a tensor's name, which stands there twice
@@ -47,7 +44,7 @@ class Shard:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor."""
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in WORDS:
             raise SaveError(f"{name} is {tensor.dtype}, which safetensors does not hold")
         self.size += tensor.nbytes
         held = tensor.detach().cpu()
@@ -82,7 +79,7 @@ class Shard:
         self._file.write(data)
         place = [self._end, self._end + len(data)]
         self._end += len(data)
-        self.entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        self.entries[name] = {"dtype": WORDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
 
 
 class Shards:

@@ -13,10 +13,17 @@ from safetensors import SafetensorError, safe_open
 from accelpatch.errors import LoadError
 from accelpatch.models import unread
 from accelpatch.models.catalog import pickle_refusal
+from accelpatch.models.foreign_layouts import METHODS
 
 CHECKSUMS = "SHA256SUMS"
 OWN = "accelpatch"  # quant_method of saved patched models
-READ = ("gptq", "awq", "compressed-tensors", "bitsandbytes")  # those of others that are read as they are
+#: a tensor's dtype in safetensors' words -> in torch's
+DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
 QUANTIZATION = ("quantization_config", "compression_config")  # the second as compressed-tensors wrote it at first
 #: files beside config.json in which quantisation was described before it stood there
 SEPARATE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
@@ -61,12 +68,12 @@ def read_config(folder: Path, *, foreign: bool = False) -> dict[str, Any]:
     config = read_json(folder / "config.json")
     if "model_type" not in config:
         raise LoadError(f'{folder / "config.json"} does not say its model_type: add it, for example "llama"')
-    if (method := quantization_method(config)) in READ and foreign:
+    if (method := quantization_method(config)) in METHODS and foreign:
         for part in _parts(config):
             for key in QUANTIZATION:
                 part.pop(key, None)  # what loads it says it anew
     elif method not in (None, OWN):
-        as_it_is = ", or load it from a folder as it is, without a recipe" if method in READ else ""
+        as_it_is = ", or load it from a folder as it is, without a recipe" if method in METHODS else ""
         advice = unread.reason(quantization_of(config)) or f"{unread.FLOAT}{as_it_is}"
         raise LoadError(f"{folder} is quantised already ({method}): {advice}")
     return _trusted(config)

@@ -10,39 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from accelpatch.models.foreign_layouts import FORMATS, LAYOUTS, LIBRARIES, MODEL, TENSORS, Scheme
+
 FLOAT = "give the float checkpoint that it was made from"
-TENSORS, MODEL = "transformers with the package compressed-tensors, or vLLM,", "GPTQModel"
-#: quant_method -> what reads it
-LIBRARIES: Mapping[str, str] = {
-    "aqlm": "transformers with the package aqlm", "auto-round": "transformers with the package auto-round",
-    "autoround": "transformers with the package auto-round", "intel/auto-round": "the package auto-round",
-    "bitblas": MODEL, "bitnet": "transformers itself", "eetq": "transformers with the package kernels",
-    "exl2": "ExLlamaV2", "exl3": "ExLlamaV3", "fbgemm_fp8": "transformers with the package fbgemm-gpu",
-    "fouroversix": "transformers with the package fouroversix", "fp8": "transformers itself, on a GPU,",
-    "fp_quant": "transformers with the package fp_quant", "higgs": "transformers with the package flute-kernel",
-    "hqq": "transformers with the package hqq", "marlin": "vLLM", "metal": "transformers with the package kernels",
-    "modelopt": "TensorRT-LLM, or vLLM,", "modelopt_fp4": "TensorRT-LLM, or vLLM,",
-    "mxfp4": "transformers with the package kernels", "mxfp8": "transformers itself, on a GPU,",
-    "nvfp4": "transformers with the package kernels", "qqq": MODEL,
-    "quanto": "transformers with the package optimum-quanto", "quark": "transformers with the package amd-quark",
-    "sinq": "transformers with the package sinq", "spqr": "transformers with the package spqr_quant",
-    "torchao": "transformers with the package torchao", "vptq": "transformers with the package vptq",
-}  # fmt: skip
-#: formats of compressed-tensors that are read -> strategies of their weights
-STRATEGIES = {
-    "pack-quantized": ("group", "channel"), "int-quantized": ("channel", "tensor"),
-    "float-quantized": ("channel", "tensor"),
-}  # fmt: skip
-FORMATS = {
-    "nvfp4-pack-quantized": "NVFP4 weights", "mxfp4-pack-quantized": "MXFP4 weights",
-    "mxfp8-quantized": "MXFP8 weights", "marlin-24": "2:4 sparse weights in Marlin's packing",
-    "mixed-precision": "layers in several formats", "dense": "weights that are not compressed",
-}  # fmt: skip
-#: layouts of checkpoints/foreign.py -> what reads all of them
-BY = {
-    "gptq": "GPTQModel, or vLLM,", "awq": "GPTQModel, or vLLM,", **dict.fromkeys(STRATEGIES, TENSORS),
-    **dict.fromkeys(("bitsandbytes-4bit", "bitsandbytes-8bit"), "transformers with the package bitsandbytes"),
-}  # fmt: skip
+SCHEMES = {name: one.scheme for name, one in LAYOUTS.items() if one.scheme is not None}
 MIXED = ("bits", "group_size", "sym", "data_type")  # of auto-round, for the model and for single layers
 
 
@@ -106,17 +77,17 @@ def _compressed(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"sparse weights (sparsity_config: {sparsity['format']})"
     name, groups = str(config.get("format")), config.get("config_groups")
     kinds = [one for one in groups.values() if isinstance(one, dict)] if isinstance(groups, dict) else []
-    if name not in STRATEGIES:
+    if name not in SCHEMES:
         yield f"{FORMATS.get(name, 'weights in another format')} (format: {name!r})"
     if not kinds:
         yield "no config_groups"
     if len(kinds) > 1 and name != "float-quantized":
         yield f"layers of {len(kinds)} schemes (config_groups)"
-    for kind in kinds:
-        yield from _scheme(name, kind)
+    for kind in kinds if name in SCHEMES else ():
+        yield from _scheme(name, SCHEMES[name], kind)
 
 
-def _scheme(name: str, kind: Mapping[str, Any]) -> Iterator[str]:
+def _scheme(name: str, read: Scheme, kind: Mapping[str, Any]) -> Iterator[str]:
     """What one of the groups says that is not read in a format."""
     weights, inputs = (_said(kind, part) for part in ("weights", "input_activations"))
     if kind.get("format") not in (None, name):
@@ -125,19 +96,19 @@ def _scheme(name: str, kind: Mapping[str, Any]) -> Iterator[str]:
         yield "quantised outputs of layers (output_activations)"
     bits, size = weights.get("num_bits"), weights.get("group_size")
     strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
-    if strategy not in STRATEGIES[name]:
-        due = " or ".join(STRATEGIES[name])
+    if strategy not in read.strategies:
+        due = " or ".join(read.strategies)
         yield f"weights by {strategy} (strategy) in the format {name}, where those by {due} are read,"
-    if bits not in ((4, 8) if name == "pack-quantized" else (8,)):
+    if bits not in read.bits:
         yield f"weights of {bits} bits in the format {name}"
-    if (weights.get("type") or "int") != ("float" if name == "float-quantized" else "int"):
-        yield f"weights of the type {weights['type']} in the format {name}"
-    if name != "pack-quantized" and weights.get("symmetric") is False:
+    if (weights.get("type") or "int") != read.type:
+        yield f"weights of the type {weights.get('type')} in the format {name}"
+    if read.activations and weights.get("symmetric") is False:
         yield f"asymmetric weights of 8 bits in the format {name}"
-    if name == "pack-quantized" and inputs:
+    if inputs and not read.activations:
         yield f"quantised activations beside weights in the format {name} (input_activations)"
-    if name != "pack-quantized":
-        yield from _inputs(name, inputs)
+    if read.activations:
+        yield from _inputs(name, read.type, inputs)
 
 
 def _said(kind: Mapping[str, Any], part: str) -> Mapping[str, Any]:
@@ -145,11 +116,10 @@ def _said(kind: Mapping[str, Any], part: str) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _inputs(name: str, inputs: Mapping[str, Any]) -> Iterator[str]:
+def _inputs(name: str, kind: str, inputs: Mapping[str, Any]) -> Iterator[str]:
     if not inputs:
         yield f"float activations beside weights in the format {name} (input_activations: null)"
         return
-    kind = "float" if name == "float-quantized" else "int"
     if inputs.get("num_bits") != 8 or (inputs.get("type") or kind) != kind:
         yield f"activations of {inputs.get('num_bits')} bits as {inputs.get('type')} in the format {name}"
     if (inputs.get("strategy") or "token") not in ("token", "tensor"):

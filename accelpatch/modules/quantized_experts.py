@@ -157,7 +157,7 @@ class QuantizedExperts(Experts):
         for name, held in self.canonical().items():
             parts = {part: None if one is None else one.flatten(0, 1) for part, one in held.items()}
             bias, count = parts.pop("bias"), len(held["q"])  # type: ignore[arg-type]
-            rows = (Int4Rows if self.bits == 4 else Int8Rows).of(parts)
+            rows = Int8Rows.of(parts) if self.bits == 8 else Int4Rows.of(parts, codes=self.layouts[0].codes)
             full = dequantize(rows, self.like.dtype).view(count, -1, rows.k)
             yield name, original_of(self.form, name, full)
             if bias is not None:
@@ -209,16 +209,26 @@ def quantised(
     return new
 
 
-def checked(weights: dict[str, Held], experts: int, shapes: dict[str, tuple[int, int]], bits: int, bias: bool) -> None:
-    """Raise KernelError unless canonical tensors from a file are weights of these shapes [N, K]."""
+def checked(
+    weights: dict[str, Held], experts: int, shapes: dict[str, tuple[int, int]], bits: int, bias: bool,
+    dtypes: tuple[torch.dtype, ...],
+) -> None:  # fmt: skip
+    """Raise KernelError unless canonical tensors from a file are weights of these shapes [N, K]. dtypes: of scales."""
     for name, (n, k) in shapes.items():
         q, scale, offset, beside = (weights[name].get(part) for part in PARTS)
         columns = k * bits // 8
         if q is None or q.dtype != torch.int8 or list(q.shape) != [experts, n, columns]:
             raise KernelError(f"{name}_q is int8 [{experts}, {n}, {columns}]: write the checkpoint again")
-        if scale is None or list(scale.shape[:2]) != [experts, n] or k % scale.shape[2] or not scale.isfinite().all():
-            raise KernelError(f"{name}_scale is finite and [{experts}, {n}, G]: write the checkpoint again")
+        if scale is None or scale.dtype not in dtypes or list(scale.shape[:2]) != [experts, n] or not _fits(scale, k):
+            form = f"finite {dtypes[0]} [{experts}, {n}, G], G dividing {k}"
+            raise KernelError(f"{name}_scale is {form}: write the checkpoint again")
         if offset is not None and (offset.shape != scale.shape or not offset.isfinite().all()):
             raise KernelError(f"{name}_offset is finite and has the shape of the scale: write the checkpoint again")
         if (beside is not None) != bias or (beside is not None and list(beside.shape) != [experts, n]):
             raise KernelError(f"{name}_bias is [{experts}, {n}] where experts have one: write the checkpoint again")
+
+
+def _fits(scale: Tensor, k: int) -> bool:
+    """Whether scales[E, N, G] are finite and of groups that divide K."""
+    whole = scale.dim() == 3 and scale.shape[2] > 0 and k % scale.shape[2] == 0
+    return whole and bool(scale.float().isfinite().all())  # 8-bit floats have no isfinite of their own

@@ -37,12 +37,14 @@ class Int4WeightOnlyLinear(QuantizedLinear):
     takes_order = True
 
 
-class NF4WeightOnlyLinear(QuantizedLinear):
-    """4-bit codes of nf4, one float32 scale for each group along K."""
+class CodebookLinear(QuantizedLinear):
+    """4-bit codes of a codebook, one scale for each group along K. codes: the codebook's name."""
 
+    codes: str
 
-class FP4WeightOnlyLinear(QuantizedLinear):
-    """4-bit codes of fp4, one float32 scale for each group along K."""
+    def extra_repr(self) -> str:
+        """As of the original, and the codebook."""
+        return f"{super().extra_repr()}, codes={self.codes}"
 
 
 class Fp8WeightOnlyLinear(QuantizedLinear):

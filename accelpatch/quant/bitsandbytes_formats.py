@@ -25,9 +25,6 @@ from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows
 
 Tensors = Mapping[str, Tensor | None]
 STATES = {"nf4": "weight.quant_state.bitsandbytes__nf4", "fp4": "weight.quant_state.bitsandbytes__fp4"}
-FOUR_BITS = (*STATES.values(), "weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax",
-             "weight.nested_quant_map")  # fmt: skip
-EIGHT_BITS = ("SCB", "weight", "weight_format")
 LONGEST_STATE = 4096  # bytes of JSON
 LARGEST = 64  # values of a group: those of larger blocks are split
 LARGEST_BLOCK = 1 << 31

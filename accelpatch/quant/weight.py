@@ -67,10 +67,10 @@ def check_held(
         dtypes = (*floats, torch.int8) if name == "offset" else floats
         if one.dtype not in dtypes or one.shape[0] != n or not groups or k % groups or one.shape != scale.shape:
             raise KernelError(f"{name} is {one.dtype} {list(one.shape)}, and {floats[0]} [{n}, G] belongs here")
-        if not bool(torch.isfinite(one).all()):
-            place = [int(i) for i in (~torch.isfinite(one)).nonzero()[0]]
-            raise KernelError(f"{name}{place} is {one[tuple(place)].item()}: write the checkpoint again")
-    if offset is None and zero_code is not None and bool((zero := scale == 0).any()):
+        if not bool((finite := one.float().isfinite()).all()):  # 8-bit floats have no isfinite of their own
+            place = [int(i) for i in (~finite).nonzero()[0]]
+            raise KernelError(f"{name}{place} is {one[tuple(place)].float().item()}: write the checkpoint again")
+    if offset is None and zero_code is not None and bool((zero := scale.float() == 0).any()):
         codes_there = q.unflatten(1, (scale.shape[1], -1))[zero].to(torch.float32)
         if bool((codes_there != zero_code).any()):
             raise KernelError("scale has a zero where the codes in q are not zero: write the checkpoint again")

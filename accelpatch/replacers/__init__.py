@@ -13,9 +13,10 @@ from typing import TypeVar
 from accelpatch.errors import PlanError
 from accelpatch.fusion.layer_replacer import FusedLayerReplacer
 from accelpatch.patching.replacer import Replacer
+from accelpatch.replacers import experts, weight_only
 from accelpatch.replacers.attention import FlashAttentionReplacer
 from accelpatch.replacers.compact import Compact
-from accelpatch.replacers.experts import FloatExpertsReplacer, Int4Experts, Int8Experts
+from accelpatch.replacers.experts import FloatExpertsReplacer
 from accelpatch.replacers.fp8 import Fp8WeightOnly, W8A8Fp8
 from accelpatch.replacers.gated_mlp import GatedMLPReplacer
 from accelpatch.replacers.gemv import Gemv
@@ -24,13 +25,9 @@ from accelpatch.replacers.int8_opt import Int8OPT
 from accelpatch.replacers.norm import LayerNormReplacer, RMSNormReplacer
 from accelpatch.replacers.rotary import RotaryReplacer
 from accelpatch.replacers.w8a8 import W8A8
-from accelpatch.replacers.weight_only import FP4WeightOnly, Int4WeightOnly, Int8WeightOnly, NF4WeightOnly
 
 BUILT_IN: tuple[type[Replacer], ...] = (
-    Int8WeightOnly,
-    Int4WeightOnly,
-    NF4WeightOnly,
-    FP4WeightOnly,
+    *weight_only.FORMATS,
     Fp8WeightOnly,
     W8A8,
     W8A8Fp8,
@@ -46,8 +43,7 @@ BUILT_IN: tuple[type[Replacer], ...] = (
     GatedMLPReplacer,
     FlashAttentionReplacer,
     FloatExpertsReplacer,
-    Int8Experts,
-    Int4Experts,
+    *experts.FORMATS,
 )
 _registry: dict[str, Replacer] = {cls.name: cls() for cls in BUILT_IN}
 for _one in _registry.values():

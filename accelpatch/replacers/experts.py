@@ -90,16 +90,21 @@ class FloatExpertsReplacer(Replacer):
 
 
 class _QuantizedExperts(KernelReplacer):
-    """Base of the two formats: groups of each of the two weights, the kernel, and the bytes."""
+    """Base of the formats: groups of each of the two weights, the kernel, and the bytes."""
 
     whole = True
     bits: ClassVar[int]
-    scale_bytes: ClassVar[int]
-    scale_dtype: ClassVar[torch.dtype]
+    wanted: ClassVar[list[int | None]]  # group sizes, where a rule says none
+    dtypes: ClassVar[tuple[torch.dtype, ...]]  # of scales, the usual one first
+    kind = "none"  # of offset, where no option says another; or the name of a codebook
 
     def offset(self, options: Mapping[str, Any]) -> str:
-        """The kind of offset: "none" or "minimum"."""
-        return "none"
+        """The kind of offset, or the name of the codebook."""
+        return self.kind
+
+    def scale_bytes(self, kernel: str) -> int:
+        """Bytes of a scale as a kernel reads it."""
+        return self.dtypes[0].itemsize
 
     def quantized(self, weight: Tensor, group: int, choice: Choice) -> Int8Rows | Int4Rows:
         """One expert's matrix [N, K] in the format."""
@@ -110,7 +115,7 @@ class _QuantizedExperts(KernelReplacer):
         if isinstance(found, str):
             return Reason(found)
         form, number, shapes = found
-        wanted = options.get("group_size", [128, 64, 32, None] if self.bits == 8 else [128, 64, 32])
+        wanted = options.get("group_size", self.wanted)
         widths = (shapes[UP][1], shapes[DOWN][1])
         each = [dividing(wanted, k) for k in widths]
         for k, groups in zip(widths, each, strict=True):
@@ -133,7 +138,7 @@ class _QuantizedExperts(KernelReplacer):
         (_, width), (_, inner) = shapes[UP], shapes[DOWN]
         return experts.of_shape(
             number, width, inner, getattr(torch, site.dtype), self.bits, (groups[0], groups[1]),
-            activation=form.activation, offset=offset, biased=form.bias, scale_dtype=self.scale_dtype,
+            activation=form.activation, offset=offset, biased=form.bias, scale_dtype=self.dtypes[0],
         )  # fmt: skip
 
     def _kernel(
@@ -159,12 +164,12 @@ class _QuantizedExperts(KernelReplacer):
 
     def _bytes(self, site: Site, number: int, shapes: Shapes, groups: tuple[int, ...], kernel: str, offset: str) -> int:
         """Bytes that the replacement holds."""
-        total = 0
+        total, beside = 0, self.scale_bytes(kernel) * (1 + (offset == "minimum"))
         for (n, k), group in zip(shapes.values(), groups, strict=True):
             columns = -(-k // BLOCK) * BLOCK if self.bits == 4 and kernel != NATIVE else k
-            total += number * n * (columns * self.bits // 8 + k // group * self.scale_bytes * (1 + (offset != "none")))
-        beside = (one for name, one in site.original._parameters.items() if one is not None and name.endswith("_bias"))
-        return total + sum(one.numel() * one.element_size() for one in beside)
+            total += number * n * (columns * self.bits // 8 + k // group * beside)
+        biases = (one for name, one in site.original._parameters.items() if one is not None and name.endswith("_bias"))
+        return total + sum(one.numel() * one.element_size() for one in biases)
 
     @torch.no_grad()
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
@@ -182,7 +187,7 @@ class _QuantizedExperts(KernelReplacer):
     def restore(self, site: Site, choice: Choice, held: Mapping[str, Tensor]) -> nn.Module:
         weights = {name: {part: held.get(f"{name}_{part}") for part in PARTS} for name in (UP, DOWN)}
         form, number, shapes = (choice.detail[key] for key in ("form", "number", "shapes"))
-        checked(weights, number, shapes, self.bits, form.bias)
+        checked(weights, number, shapes, self.bits, form.bias, self.dtypes)
         device = held[f"{UP}_q"].device
         empty = torch.empty(0, dtype=getattr(torch, site.dtype), device=device)
         site.original._parameters[UP] = nn.Parameter(empty, requires_grad=False)
@@ -211,7 +216,7 @@ class Int8Experts(_QuantizedExperts):
 
     name = "int8_experts"
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list, type(None))}
-    bits, scale_bytes, scale_dtype = 8, 4, torch.float32
+    bits, wanted, dtypes = 8, [128, 64, 32, None], (torch.float32, torch.float16)
 
     def quantized(self, weight: Tensor, group: int, choice: Choice) -> Int8Rows | Int4Rows:
         return int8.quantize(weight, group_size=group)
@@ -222,10 +227,13 @@ class Int4Experts(_QuantizedExperts):
 
     name = "int4_experts"
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list), "symmetric": (bool,)}
-    bits, scale_bytes, scale_dtype = 4, 2, torch.float16
+    bits, wanted, dtypes = 4, [128, 64, 32], (torch.float16, torch.float32)
 
     def offset(self, options: Mapping[str, Any]) -> str:
         return "none" if options.get("symmetric", False) else "minimum"
 
     def quantized(self, weight: Tensor, group: int, choice: Choice) -> Int8Rows | Int4Rows:
         return int4.quantize(weight, group_size=group, symmetric=choice.detail["offset"] == "none")
+
+
+FORMATS: tuple[type[Replacer], ...] = (Int8Experts, Int4Experts)

@@ -17,11 +17,10 @@ from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows, RowMajor
 from accelpatch.kernels.ops.linear import int8_linear, packed_linear, tiled_int4_linear
 from accelpatch.kernels.spec import Spec
 from accelpatch.modules.quantized_linear import (
-    FP4WeightOnlyLinear,
+    CodebookLinear,
     Int4WeightOnlyLinear,
     Int8Embedding,
     Int8WeightOnlyLinear,
-    NF4WeightOnlyLinear,
     quantized,
 )  # fmt: skip
 from accelpatch.modules.quantized_module import QuantizedModule
@@ -177,7 +176,10 @@ class WeightOnly(LinearReplacer):
 
     def _module(self, original: nn.Module, weight: RowMajor, choice: Choice) -> nn.Module:
         mixin = self.table if self.table is not None and isinstance(original, nn.Embedding) else self.module
-        module: nn.Module = quantized(mixin, original, weight, choice.kernel == NATIVE)
+        made = quantized(mixin, original, weight, choice.kernel == NATIVE)
+        if self.codes:
+            made.codes = self.codes
+        module: nn.Module = made
         return module
 
 
@@ -244,8 +246,7 @@ class NF4WeightOnly(WeightOnly):
 
     name = "nf4_weight_only"
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list)}
-    module: ClassVar[type[QuantizedModule]] = NF4WeightOnlyLinear
-    op, wanted = "int4_linear", [64, 32]
+    module, op, wanted = CodebookLinear, "int4_linear", [64, 32]
     dtypes, codes = (torch.float32,), "nf4"
 
     def quantized(self, weight: Tensor, detail: Mapping[str, Any]) -> RowMajor:
@@ -256,7 +257,10 @@ class FP4WeightOnly(NF4WeightOnly):
     """The same with codes of fp4."""
 
     name = "fp4_weight_only"
-    module, codes = FP4WeightOnlyLinear, "fp4"
+    codes = "fp4"
+
+
+FORMATS: tuple[type[WeightOnly], ...] = (Int8WeightOnly, Int4WeightOnly, NF4WeightOnly, FP4WeightOnly)
 
 
 def dividing(wanted: int | list[int | None] | None, k: int) -> list[int]:

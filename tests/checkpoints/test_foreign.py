@@ -15,6 +15,7 @@ from torch import Tensor
 from accelpatch import api
 from accelpatch.checkpoints import foreign
 from accelpatch.errors import KernelError, LoadError
+from accelpatch.models.foreign_layouts import LAYOUTS
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.quant import packed_formats
 from tests.support.foreign import K_PROJ, READ, ROOT, expected
@@ -46,7 +47,7 @@ def test_a_weight_takes_no_more_memory_than_in_the_file(name: str) -> None:
     held, model = load_file(ROOT / name / "model.safetensors"), api.load(str(ROOT / name), dtype=torch.float32).model
     layout = foreign.layout_of(str(ROOT / name))
     assert layout is not None
-    parts = [part for part in foreign.PACKED[layout["name"]].parts if "quant_" not in part]
+    parts = [part for part in LAYOUTS[layout["name"]].parts if "quant_" not in part]
     stored = ours = 0
     for path, module in model.named_modules():
         if isinstance(module, QuantizedModule):

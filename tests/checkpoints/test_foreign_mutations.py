@@ -45,7 +45,8 @@ def check_mutations(count: int) -> None:
         name = rng.choice(folders)
         layout = foreign.layout_of(str(ROOT / name))
         assert layout is not None
-        reader = foreign.PACKED[layout["name"]]
+        reader = foreign.packed(layout)
+        assert reader is not None
         tensors = {part: held[name][key] for part in reader.parts if (key := f"{K_PROJ}.{part}") in held[name]}
         n, k = expected(name)[f"{K_PROJ}.weight"].shape
         if rng.random() < 0.2:

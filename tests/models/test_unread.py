@@ -10,6 +10,7 @@ import pytest
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from accelpatch.models import checkpoint, unread
+from accelpatch.models.foreign_layouts import METHODS
 from tests.support.foreign import READ, ROOT
 
 INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
@@ -134,7 +135,7 @@ def test_damage_is_a_reason_and_no_other_error(config: dict[str, Any]) -> None:
 
 
 def test_every_quantizer_of_transformers_is_read_or_in_the_table() -> None:
-    known = {*unread.LIBRARIES, *checkpoint.READ, "bitsandbytes_4bit", "bitsandbytes_8bit", "gguf", "gemma"}
+    known = {*unread.LIBRARIES, *METHODS, "bitsandbytes_4bit", "bitsandbytes_8bit", "gguf", "gemma"}
     assert {name for name in AUTO_QUANTIZER_MAPPING if name != checkpoint.OWN} <= known
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelpatch.errors import KernelError
-from accelpatch.modules.quantized_linear import Int8Embedding, Int8WeightOnlyLinear, NF4WeightOnlyLinear, quantized
+from accelpatch.modules.quantized_linear import CodebookLinear, Int8Embedding, Int8WeightOnlyLinear, quantized
 from accelpatch.quant import codebook, int8
 
 ORDER = torch.arange(64, dtype=torch.int32).flip(0)
@@ -19,7 +19,7 @@ FLOATS = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize(
     "module, original, weight",
     [
-        (NF4WeightOnlyLinear, nn.Linear(64, 32), codebook.quantize(FLOATS, group_size=32, codebook="nf4")),
+        (CodebookLinear, nn.Linear(64, 32), codebook.quantize(FLOATS, group_size=32, codebook="nf4")),
         (Int8Embedding, nn.Embedding(32, 64), int8.quantize(FLOATS)),
     ],
     ids=["nf4", "embedding"],

@@ -102,7 +102,7 @@ def test_the_page_is_true_to_the_contract() -> None:
     page = DOC.read_text()
     contract = list(vars(accelpatch.Replacer)["__annotations__"])
     known = {"name", "options", "consumes", "ties", "rounds", "fuses", "smooths", "whole", "takes_stored", "by_token"}
-    known |= {"stands_for_code"}
+    known |= {"stands_for_code", "fusable"}
     assert known == set(contract)
     assert all(f"| `{name}` |" in page for name in contract)
     assert all(f"`{name}" in page for name in ("site.original", "site.token_bytes", "hand_back(self, original)"))
