@@ -133,7 +133,11 @@ def _whole(entry: Entry, saved: Saved, take: Callable[[str], Tensor | None], lay
     path, names = entry.site.path, parts_of(entry, saved, () if layout is None else layout[0].parts)
     held = {name.removeprefix(f"{path}."): take(name) for name in names}
     try:
-        return built(entry, held if layout is None else layout[0].weight(held, layout[1], entry.site.n, entry.site.k))
+        if layout is None:
+            return built(entry, held)
+        assert entry.choice is not None
+        sizes = {**layout[1], **entry.choice.detail}
+        return built(entry, layout[0].weight(held, sizes, entry.site.n, entry.site.k))
     except (KernelError, PatchError) as error:
         raise LoadError(f"{saved.tensors[names[0]].file}: {path}.{error.__cause__ or error}") from error
 
