@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 FOREIGN = Path(__file__).parent / "fixtures/foreign"
 FOLDERS = sorted(path for path in FOREIGN.iterdir() if path.is_dir())
-BYTES = 1_000_000
-METHODS = {"gptq": "gptq", "awq": "awq", "bnb": "bitsandbytes", "ct": "compressed-tensors"}
+BYTES = 1_100_000
+METHODS = {"gptq": "gptq", "awq": "awq", "bnb": "bitsandbytes", "ct": "compressed-tensors", "gpt": "mxfp4"}
 
 
 def test_size() -> None:

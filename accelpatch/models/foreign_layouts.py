@@ -2,7 +2,9 @@
 
     gptq, awq            linear layers of 4 bits (gptq: 8 too), as GPTQModel and AutoAWQ write them
     bitsandbytes         linear layers in nf4, fp4 or LLM.int8()
-    compressed-tensors   the same, pack-quantized; int-quantized and float-quantized, whose activations have 8 bits too
+    compressed-tensors   the same, pack-quantized; int-quantized and float-quantized, whose activations have 8 bits too;
+                         MXFP4
+    mxfp4                experts in MXFP4, as transformers has gpt-oss
 
 Each quantised layer has the tensors that its record names; all else is float under the family's names. To read another:
 a record here and its reader in quant/. What of a layout is not read: unread.py. No torch here.
@@ -75,6 +77,13 @@ LAYOUTS: Mapping[str, ForeignLayout] = MappingProxyType({
         "compressed-tensors", TENSORS, "packed_formats.packed",
         ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
         {"weight_packed": INTEGERS}, Scheme(("group", "channel"), (4, 8))),
+    "mxfp4-pack-quantized": ForeignLayout(
+        "compressed-tensors", TENSORS, "mxfp4.packed", ("weight_packed", "weight_scale"),
+        {"weight_packed": "mxfp4_weight_only"}, Scheme(("group",), (4,), "float")),
+    "mxfp4": ForeignLayout(
+        "mxfp4", "transformers with the package kernels", "mxfp4.experts",
+        tuple(f"{name}_{part}" for name in ("gate_up_proj", "down_proj") for part in ("blocks", "scales", "bias")),
+        {"gate_up_proj_blocks": "mxfp4_experts"}, experts=True),
 })  # fmt: skip
 METHODS = frozenset(one.method for one in LAYOUTS.values())  # quant_method of those that are read as they are
 #: quant_method of layouts that are not read -> what reads it
@@ -87,7 +96,7 @@ LIBRARIES: Mapping[str, str] = {
     "fp_quant": "transformers with the package fp_quant", "higgs": "transformers with the package flute-kernel",
     "hqq": "transformers with the package hqq", "marlin": "vLLM", "metal": "transformers with the package kernels",
     "modelopt": "TensorRT-LLM, or vLLM,", "modelopt_fp4": "TensorRT-LLM, or vLLM,",
-    "mxfp4": "transformers with the package kernels", "mxfp8": "transformers itself, on a GPU,",
+    "mxfp8": "transformers itself, on a GPU,",
     "nvfp4": "transformers with the package kernels", "qqq": MODEL,
     "quanto": "transformers with the package optimum-quanto", "quark": "transformers with the package amd-quark",
     "sinq": "transformers with the package sinq", "spqr": "transformers with the package spqr_quant",
@@ -95,7 +104,7 @@ LIBRARIES: Mapping[str, str] = {
 }  # fmt: skip
 #: formats of compressed-tensors that are not read -> what they are
 FORMATS = {
-    "nvfp4-pack-quantized": "NVFP4 weights", "mxfp4-pack-quantized": "MXFP4 weights",
+    "nvfp4-pack-quantized": "NVFP4 weights",
     "mxfp8-quantized": "MXFP8 weights", "marlin-24": "2:4 sparse weights in Marlin's packing",
     "mixed-precision": "layers in several formats", "dense": "weights that are not compressed",
 }  # fmt: skip

@@ -1,6 +1,7 @@
-"""4-bit weights with a codebook (nf4, fp4) in groups along K: w = BOOK[u] * scale, scale the group's largest magnitude.
+"""4-bit weights with a codebook (nf4, fp4, e2m1) in groups along K: w = BOOK[u] * scale; codes lie as in int4.py.
 
-scale is float32; codes u lie two a byte as in int4.py. Source: Dettmers et al. 2023, arXiv:2305.14314.
+nf4 and fp4: scale is float32, the group's largest magnitude. Source: Dettmers et al. 2023, arXiv:2305.14314.
+e2m1 (MXFP4): scale is E8M0, a power of two. Source: OCP Microscaling Formats (MX) Specification, v1.0, section 6.3.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.codebooks import CODEBOOKS
+from accelpatch.kernels.codebooks import CODEBOOKS, E8M0
 from accelpatch.kernels.layouts.row_major import Int4Rows
 from accelpatch.quant import int4
 from accelpatch.quant.weight import grouped, row_blocks
 
 
 def quantize(weight: Tensor, *, group_size: int, codebook: str) -> Int4Rows:
-    """Quantise a float weight [N, K] to packed q[N, K / 2] and float32 scale[N, G]: the nearest value of each.
+    """Quantise a float weight [N, K] to packed q[N, K / 2] and scale[N, G]: the nearest value of each.
 
     Raises KernelError for NaN or infinity, an odd K, and where group_size does not divide K.
     """
@@ -24,6 +25,8 @@ def quantize(weight: Tensor, *, group_size: int, codebook: str) -> Int4Rows:
     if weight.shape[1] % 2:
         raise KernelError(f"{codebook} packs two weights a byte and K = {weight.shape[1]} is odd: use int8 for it")
     scale = groups.abs().amax(2)
+    if codebook == "e2m1":
+        return _mxfp4(groups, scale)
     values, order = torch.tensor(CODEBOOKS[codebook], dtype=torch.float32, device=weight.device).sort(stable=True)
     between = (values[1:] + values[:-1]) / 2
 
@@ -32,3 +35,18 @@ def quantize(weight: Tensor, *, group_size: int, codebook: str) -> Int4Rows:
         return order[torch.bucketize(rows / torch.where(most > 0, most, 1.0), between)]
 
     return Int4Rows(torch.cat([int4.pack(codes(rows)) for rows in row_blocks(groups)]), scale, codes=codebook)
+
+
+def _mxfp4(groups: Tensor, most: Tensor) -> Int4Rows:
+    """The exponent is that of the largest magnitude less that of 4; ties go to the even code, beyond 6 to 6."""
+    exponent = (torch.frexp(most).exponent - 3).clamp(-127, 127).where(most > 0, 0)  # frexp's mantissas lie below 1
+    values = torch.tensor(CODEBOOKS["e2m1"][:8], device=groups.device)
+    between = (values[1:] + values[:-1]) / 2
+
+    def codes(rows: Tensor) -> Tensor:
+        low, high = (torch.bucketize(rows.abs(), between, right=right) for right in (False, True))
+        return torch.where(low % 2 == 0, low, high) + 8 * rows.signbit()
+
+    scaled = torch.ldexp(groups, -exponent[..., None])
+    scale = torch.ldexp(torch.ones_like(most), exponent).to(E8M0)
+    return Int4Rows(torch.cat([int4.pack(codes(rows)) for rows in row_blocks(scaled)]), scale, codes="e2m1")

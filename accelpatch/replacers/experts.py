@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.codebooks import E8M0
 from accelpatch.kernels.layouts.expert_stack import BLOCK
 from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows
 from accelpatch.kernels.ops.experts import experts, packed_experts
@@ -22,9 +23,9 @@ from accelpatch.modules.experts import DOWN, UP, ExpertsForm, floats, form_of, r
 from accelpatch.modules.quantized_experts import PARTS, Held, checked, quantised
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
-from accelpatch.quant import int4, int8
+from accelpatch.quant import codebook, int4, int8
 from accelpatch.replacers.proposing import KernelReplacer
-from accelpatch.replacers.weight_only import CPU_LIBRARY, dividing, slower
+from accelpatch.replacers.weight_only import CPU_LIBRARY, MXFP4_GROUP, dividing, mxfp4_scale_bytes, slower
 
 NATIVE, HIP, TRITON = "cpu", "hip", "triton"
 Shapes = dict[str, tuple[int, int]]  # weight -> (N, K) of an expert
@@ -236,4 +237,17 @@ class Int4Experts(_QuantizedExperts):
         return int4.quantize(weight, group_size=group, symmetric=choice.detail["offset"] == "none")
 
 
-FORMATS: tuple[type[Replacer], ...] = (Int8Experts, Int4Experts)
+class MXFP4Experts(_QuantizedExperts):
+    """4-bit codes of e2m1 with a power of two (E8M0) for each 32 values."""
+
+    name = "mxfp4_experts"
+    bits, wanted, dtypes, kind = 4, [MXFP4_GROUP], (E8M0,), "e2m1"
+
+    def scale_bytes(self, kernel: str) -> int:
+        return mxfp4_scale_bytes(kernel)
+
+    def quantized(self, weight: Tensor, group: int, choice: Choice) -> Int8Rows | Int4Rows:
+        return codebook.quantize(weight, group_size=group, codebook=self.kind)
+
+
+FORMATS: tuple[type[Replacer], ...] = (Int8Experts, Int4Experts, MXFP4Experts)

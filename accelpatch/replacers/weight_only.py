@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.codebooks import E8M0
 from accelpatch.kernels.compiling import libraries as built
 from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows, RowMajor
 from accelpatch.kernels.ops.linear import int8_linear, packed_linear, tiled_int4_linear
@@ -37,6 +38,7 @@ HIP = "hip"
 ON_GPU = {"int4_linear": "tiled_int4_linear"}  # operation -> the one over the GPU kernels' layout
 PER_BYTE = {"int8_linear": 1, "int4_linear": 2}  # values of a byte
 LIBRARIES = {"int8_linear": int8_linear.libraries, "tiled_int4_linear": tiled_int4_linear.libraries}
+MXFP4_GROUP = 32
 INT4_SCALE = 2  # bytes per scale: float16
 OFFSET_BYTES = {"none": 0, "minimum": 2, "zero_point": 1}
 
@@ -137,8 +139,8 @@ class WeightOnly(LinearReplacer):
         """The kind of offset, or the name of the codebook."""
         return self.codes or "none"
 
-    def scale_bytes(self, detail: Mapping[str, Any]) -> int:
-        """Bytes of a group's scale and offset."""
+    def scale_bytes(self, detail: Mapping[str, Any], kernel: str) -> int:
+        """Bytes of a group's scale and offset as a kernel reads them."""
         return self.dtypes[0].itemsize
 
     def of_matrix(self, site: Site, n: int, k: int, options: Mapping[str, Any], device: Device) -> Choice | Reason:
@@ -153,7 +155,7 @@ class WeightOnly(LinearReplacer):
         kind = self.kind(kept)
         found = [(group, *kernel_for(op, site, device, group, kind)) for group in groups]
         group, kernel, note, spec = next((one for one in found if one[1] in (NATIVE, HIP)), found[0])
-        resident = n * k // per_byte + n * (k // group) * self.scale_bytes(kept) + bias_bytes(site)
+        resident = n * k // per_byte + n * (k // group) * self.scale_bytes(kept, kernel) + bias_bytes(site)
         return Choice(
             kernel, site.token_bytes, token_bytes(site, resident), resident, {"group_size": group} | kept, note,
             libraries=libraries(kernel, ON_GPU.get(self.op, self.op), site, device, group, kind),
@@ -202,7 +204,7 @@ class Int8WeightOnly(WeightOnly):
     def kept(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return {"half_scales": True} if options.get("half_scales", False) else {}
 
-    def scale_bytes(self, detail: Mapping[str, Any]) -> int:
+    def scale_bytes(self, detail: Mapping[str, Any], kernel: str) -> int:
         return INT4_SCALE if detail.get("half_scales") else INT8_SCALE
 
     def quantized(self, weight: Tensor, detail: Mapping[str, Any]) -> RowMajor:
@@ -234,7 +236,7 @@ class Int4WeightOnly(WeightOnly):
     def kind(self, detail: Mapping[str, Any]) -> str:
         return "none" if detail.get("symmetric") else "zero_point" if detail.get("zero_point") else "minimum"
 
-    def scale_bytes(self, detail: Mapping[str, Any]) -> int:
+    def scale_bytes(self, detail: Mapping[str, Any], kernel: str) -> int:
         return INT4_SCALE + OFFSET_BYTES[self.kind(detail)]
 
     def quantized(self, weight: Tensor, detail: Mapping[str, Any]) -> RowMajor:
@@ -260,7 +262,25 @@ class FP4WeightOnly(NF4WeightOnly):
     codes = "fp4"
 
 
-FORMATS: tuple[type[WeightOnly], ...] = (Int8WeightOnly, Int4WeightOnly, NF4WeightOnly, FP4WeightOnly)
+class MXFP4WeightOnly(NF4WeightOnly):
+    """4-bit codes of e2m1 with a power of two (E8M0) for each 32 values along K."""
+
+    name = "mxfp4_weight_only"
+    options: ClassVar[Mapping[str, tuple[type, ...]]] = {}
+    wanted, dtypes, codes = [MXFP4_GROUP], (E8M0,), "e2m1"
+
+    def scale_bytes(self, detail: Mapping[str, Any], kernel: str) -> int:
+        return mxfp4_scale_bytes(kernel)
+
+
+FORMATS: tuple[type[WeightOnly], ...] = (
+    Int8WeightOnly, Int4WeightOnly, NF4WeightOnly, FP4WeightOnly, MXFP4WeightOnly
+)  # fmt: skip
+
+
+def mxfp4_scale_bytes(kernel: str) -> int:
+    """Bytes of a scale of MXFP4: 16-bit floats, which hold them exactly, in tiles and in packs."""
+    return 2 if kernel in (NATIVE, HIP) else 1
 
 
 def dividing(wanted: int | list[int | None] | None, k: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""compressed-tensors checkpoints (int-, pack- and float-quantized), made by llm-compressor on the CPU.
+"""compressed-tensors checkpoints (int-, pack- and float-quantized, MXFP4), made by llm-compressor on the CPU.
 
     python -m venv venv
     venv/bin/pip install torch==2.13.0 transformers==5.17.0 accelerate==1.15.0 compressed-tensors==0.19.0 \
@@ -43,6 +43,10 @@ INT8_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "toke
 INT8_STATIC = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "tensor", "dynamic": False}
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+MXFP4 = {
+    "num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32,
+    "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8",
+}  # fmt: skip
 FP8_TOKEN = {**FP8, "strategy": "token", "dynamic": True}
 FP8_STATIC = {**FP8, "strategy": "tensor", "dynamic": False}
 FIXTURES: dict[str, tuple[type, dict[str, dict[str, Any]]]] = {
@@ -51,6 +55,7 @@ FIXTURES: dict[str, tuple[type, dict[str, dict[str, Any]]]] = {
         GPTQModifier,
         {"group_0": scheme({**INT4, "symmetric": False, "actorder": "weight"})},
     ),
+    "ct-mxfp4": (QuantizationModifier, {"group_0": scheme(MXFP4)}),
     "ct-int-w8a8": (QuantizationModifier, {"group_0": scheme(INT8, INT8_TOKEN)}),
     "ct-int-w8a8-static": (QuantizationModifier, {"group_0": scheme(INT8, INT8_STATIC)}),
     "ct-float-fp8": (
@@ -93,8 +98,10 @@ def quantise(name: str) -> None:
 
 def expect(name: str) -> None:
     folder = FOREIGN / name
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    dtype = torch.bfloat16 if name == "ct-mxfp4" else torch.float32  # it is decompressed to bfloat16 in any case
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     model(input_ids=calibration(1))  # decompresses, where loading did not
+    torch.nn.Module.float(model)
     weight = model.get_submodule(SHOWN).weight.data
     extra = {}
     if any(group["input_activations"] for group in (FIXTURES | OLDER)[name][1].values()):

@@ -21,9 +21,19 @@ from tests.support.simulated import assert_float_rule, logits, simulated
 from tests.support.tiny import EXPERTS, Tiny, full_batch, padded_batch, snapshot
 
 LENGTH = 64
-FORMATS = ("int8", "int4")
+FORMATS = ("int8", "int4", "mxfp4")
 #: experts alone, so that what is compared is theirs
 ALONE = "rules:\n  - match: {{role: experts}}\n    replace: {}_experts\nverify: {{bound: 0.3}}\n"
+
+
+#: linear layers too, whose floats are most of some of these models
+WITH_LAYERS = """extends: int4
+rules:
+  - match: {role: linear}
+    replace: mxfp4_weight_only
+  - match: {role: experts}
+    replace: mxfp4_experts
+"""
 
 
 def families() -> pytest.MarkDecorator:
@@ -32,6 +42,11 @@ def families() -> pytest.MarkDecorator:
 
 def alone(form: str) -> Any:
     return parse(ALONE.format(form))
+
+
+def whole(form: str) -> Any:
+    """A recipe for all of a model."""
+    return parse(WITH_LAYERS) if form == "mxfp4" else form
 
 
 def experts_of(model: Any) -> list[QuantizedExperts]:
@@ -76,13 +91,13 @@ def test_64_steps_beside_the_rounded_weights(tiny: Tiny) -> None:
 def test_files_hold_the_codes_and_load_again(name: str, form: str, tmp_path: Path) -> None:
     model, batch = EXPERTS[name].make(), full_batch()
     model.save_pretrained(tmp_path / "float")
-    accelpatch.patch(model, form)
+    accelpatch.patch(model, whole(form))
     expected = logits(model, batch)
     model.save_pretrained(tmp_path / "codes")
     loaded = accelpatch.load(str(tmp_path / "codes")).model
     assert torch.equal(logits(loaded, batch), expected)
     assert len(experts_of(loaded)) == EXPERTS[name].experts
-    assert torch.equal(logits(accelpatch.load(str(tmp_path / "float"), form).model, batch), expected)
+    assert torch.equal(logits(accelpatch.load(str(tmp_path / "float"), whole(form)).model, batch), expected)
     files = sum(file.stat().st_size for file in (tmp_path / "codes").glob("*.safetensors"))
     assert files < sum(file.stat().st_size for file in (tmp_path / "float").glob("*.safetensors")) / 2
 
@@ -104,13 +119,13 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_casts_state_dicts_and_copies(form: str) -> None:
     model, batch = EXPERTS["mixtral"].make(), full_batch()
-    accelpatch.patch(model, form, verify=False)
+    accelpatch.patch(model, whole(form), verify=False)
     expected, state = logits(model, batch), {key: value.clone() for key, value in model.state_dict().items()}
     assert torch.equal(logits(copy.deepcopy(model), batch), expected)
     codes = [key for key in state if key.endswith("experts.gate_up_proj_q")]
     assert codes
     assert all(state[key].dtype == torch.int8 for key in codes)
-    other = accelpatch.patch(EXPERTS["mixtral"].make(), form, verify=False)
+    other = accelpatch.patch(EXPERTS["mixtral"].make(), whole(form), verify=False)
     for module in experts_of(other):
         module.load_state_dict({key: torch.zeros_like(value) for key, value in module.state_dict().items()})
     assert not torch.equal(logits(other, batch), expected)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from accelpatch.kernels.check import parity
 from accelpatch.patching.entry import Entry
 from accelpatch.patching.plan import Plan
-from accelpatch.quant import int4, int8
+from accelpatch.quant import codebook, int4, int8
 from accelpatch.quant.formats import dequantize
 
 
@@ -49,11 +49,13 @@ def _round_experts(copied: nn.Module, original: nn.Module, entry: Entry, dtype: 
     """Give a copy of experts the weights that the format holds, each expert's for itself, in the original's shape."""
     assert entry.replacer is not None
     assert entry.choice is not None
-    detail, four = entry.choice.detail, entry.replacer.name == "int4_experts"
+    detail, form = entry.choice.detail, entry.replacer.name
     for name, group in zip(("gate_up_proj", "down_proj"), detail["groups"], strict=True):
         weight, place = original.get_parameter(name), copied.get_parameter(name)
         for expert, one in enumerate(weight.detach().transpose(1, 2) if detail["form"].transposed else weight.detach()):
-            if four:
+            if form == "mxfp4_experts":
+                held: Any = codebook.quantize(one, group_size=group, codebook="e2m1")
+            elif form == "int4_experts":
                 held = int4.quantize(one, group_size=group, symmetric=detail["offset"] == "none")
             else:
                 held = int8.quantize(one, group_size=group)
