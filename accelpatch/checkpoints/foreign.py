@@ -83,7 +83,7 @@ def _arguments(place: Path, method: str, given: Mapping[str, Any]) -> dict[str, 
         sym = bool(weights.get("symmetric", True))
         return {"name": name, "bits": weights["num_bits"], "group_size": group, "sym": sym}
     inputs = kinds[0].get("input_activations")
-    return {"name": name, **({"static": inputs.get("dynamic") is False} if inputs else {})}
+    return {"name": name, **({"static": inputs.get("dynamic") is False} if isinstance(inputs, dict) else {})}
 
 
 def described(layout: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,7 +146,5 @@ def sites_of(layout: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
                         f"of them alone; {made.library} reads it, or {unread.FLOAT}")  # fmt: skip
     if not found:
         mark = " or ".join(marks)
-        raise LoadError(
-            f"config.json says {layout['name']}, and there is no {mark} of a linear layer: fetch both again"
-        )
+        raise LoadError(f"config.json says {layout['name']}, and there is no {mark} of a layer: fetch both again")
     return found

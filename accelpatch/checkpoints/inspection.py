@@ -20,6 +20,8 @@ from accelpatch.models.foreign_layouts import METHODS
 from accelpatch.models.gguf_header import TYPES, read_header
 from accelpatch.models.unread import FLOAT, reason
 
+FOUR_BITS = ("int4", "nf4", "fp4", "mxfp4")  # how the names of replacers with two codes a byte begin
+PARTS = ("q", "scale", "offset")
 OF_OPT = "self_attn.qk_bmm.a"  # a tensor that only SmoothQuant's OPT has
 RECIPE_RUN = "float weights: `accelpatch run {place} --recipe int8` quantises them while they load"
 GENERATING = ("ForCausalLM", "LMHeadModel")  # ends of the names of classes that `run` takes
@@ -132,7 +134,7 @@ def _format(
     whole = Counter(replacer for path, replacer in sites.items() if f"{path}.{OF_OPT}" in shapes)
     sites = {path: replacer for path, replacer in sites.items() if f"{path}.{OF_OPT}" not in shapes}
     forms = whole + Counter(
-        _form(replacer, shapes.get(f"{path}.q"), shapes.get(f"{path}.scale"), f"{path}.offset" in shapes)
+        _form(replacer, *(shapes.get(f"{path}.{part}", shapes.get(f"{path}.gate_up_proj_{part}")) for part in PARTS))
         for path, replacer in sites.items()
     )
     first = str(quantization.get("recipe", "")).partition("\n")[0].removeprefix("name: ")
@@ -142,12 +144,13 @@ def _format(
     return OWN, facts, f"`{'accelpatch run' if generates else 'accelpatch.load of'} {place}` loads it as it is"
 
 
-def _form(replacer: str, q: list[int] | None, scale: list[int] | None, offset: bool) -> str:
-    """A quantised weight's format in words."""
-    if q is None or scale is None or len(q) != 2 or len(scale) != 2 or not scale[1]:
+def _form(replacer: str, q: list[int] | None, scale: list[int] | None, offset: list[int] | None) -> str:
+    """A quantised weight's format in words; of experts that of their gates and ups."""
+    if q is None or scale is None or len(q) not in (2, 3) or len(scale) != len(q) or not scale[-1]:
         return f"{replacer}, damaged"
-    group = q[1] * (2 if replacer.startswith("int4") else 1) // scale[1]
-    return f"{replacer} in " + ("rows" if scale[1] == 1 else f"groups of {group}") + (" with minima" if offset else "")
+    group = q[-1] * (2 if replacer.startswith(FOUR_BITS) else 1) // scale[-1]
+    form = "rows" if scale[-1] == 1 else f"groups of {group}"
+    return f"{replacer} in {form}" + (" with minima" if offset is not None else "")
 
 
 def _sites(file: Path, metadata: dict[str, str]) -> dict[str, str]:

@@ -113,19 +113,21 @@ def from_parts(
             return built(entry, entry.replacer.weight(entry.choice, held))
         return built(entry, layout[0].weight(held, layout[1], site.n, site.k))
     except KernelError as error:
-        raise LoadError(f"{_file_of(site.path, names, saved)}: {site.path}.{error}") from error
+        raise LoadError(f"{_file_of(site.path, names, saved, error)}: {site.path}.{error}") from error
     except PatchError as error:
         if isinstance(error.__cause__, LibraryError):
             raise error.__cause__ from None  # no fault of the checkpoint's
-        file = _file_of(site.path, names, saved)
         why = str(error.__cause__ or error)
+        file = _file_of(site.path, names, saved, why)
         why = f".{why}" if why.startswith(PARTS) else f" is damaged: {why}"
         raise LoadError(f"{file}: {site.path}{why}") from error
 
 
-def _file_of(path: str, names: Sequence[str], saved: Saved) -> Path:
-    """The file that has the tensors of a site, or the first of them."""
-    return next(stored.file for name in names if (stored := saved.tensors.get(f"{path}.{name}")) is not None)
+def _file_of(path: str, names: Sequence[str], saved: Saved, why: object) -> Path:
+    """The file of the tensor that a message begins with, or else of the first that a site has."""
+    held = [name for name in names if f"{path}.{name}" in saved.tensors]
+    named = sorted((name for name in held if str(why).startswith(name)), key=len)
+    return saved.tensors[f"{path}.{[*named[-1:], *held][0]}"].file
 
 
 def _whole(entry: Entry, saved: Saved, take: Callable[[str], Tensor | None], layout: Any) -> Built:
@@ -139,7 +141,8 @@ def _whole(entry: Entry, saved: Saved, take: Callable[[str], Tensor | None], lay
         sizes = {**layout[1], **entry.choice.detail}
         return built(entry, layout[0].weight(held, sizes, entry.site.n, entry.site.k))
     except (KernelError, PatchError) as error:
-        raise LoadError(f"{saved.tensors[names[0]].file}: {path}.{error.__cause__ or error}") from error
+        why = error.__cause__ or error
+        raise LoadError(f"{_file_of(path, list(held), saved, why)}: {path}.{why}") from error
 
 
 def stand_in(model: nn.Module, entry: Entry) -> None:

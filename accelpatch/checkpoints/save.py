@@ -45,6 +45,10 @@ def save(
     most, target, recipe = shard_size(max_shard_size), Path(folder), recipe_of(plan)
     if adapters := [name for name, _ in model.named_modules() if name.endswith(("lora_A", "lora_B"))]:
         raise SaveError(f"{adapters[0]} is an adapter: save it by its own save_pretrained, and the model without it")
+    planned = {entry.site.path for entry in plan.replaced}
+    if lost := next((path for path in _quantised(model) if path not in planned), None):
+        why = "is quantised and failed verification, so that it is no part of what is saved"
+        raise SaveError(f"{lost} {why}: load the model with verify=False to save it all the same")
     floats = target.is_dir() and not is_own(target) and any(WEIGHTS.fullmatch(one.name) for one in target.iterdir())
     if floats and any(entry.replacer.rounds for entry in plan.replaced):
         raise SaveError(f"{target} holds float weights, which rounded ones cannot bring back: name another folder")
@@ -132,6 +136,14 @@ def write_weights(
         for path in whole:
             shards.add({}, (path, replacers[path]))
         shards.finish()
+
+
+def _quantised(model: nn.Module) -> Iterator[str]:
+    """Paths of the sites whose quantised weights a model holds."""
+    for module in model.modules():
+        owns = isinstance(module, QuantizedModule) and module.source is None and not module.inherited
+        if owns or hasattr(module, "saved_tensors"):
+            yield str(vars(module)[PATH])
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, QuantizedModule | None, str]]:

@@ -25,6 +25,7 @@ CODEBOOKS: dict[str, tuple[float, ...]] = {
     ),
     "e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
 }  # fmt: skip
+MXFP4_GROUP = 32  # values along K that share a scale of e2m1
 E8M0 = torch.float8_e8m0fnu  #: of a byte e: 2^(e - 127), and 255 is NaN
 
 

@@ -19,13 +19,14 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Scheme:
-    """What compressed-tensors may say of the layers of one of its formats: `strategy`, `num_bits` and `type` of their
-    weights, and whether their activations are quantised."""
+    """What compressed-tensors may say of the layers of one of its formats: `strategy`, `num_bits`, `type` and
+    `group_size` (None: any) of their weights, and whether their activations are quantised."""
 
     strategies: tuple[str, ...]
     bits: tuple[int, ...] = (8,)
     type: str = "int"
     activations: bool = False
+    group_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ LAYOUTS: Mapping[str, ForeignLayout] = MappingProxyType({
         {"weight_packed": INTEGERS}, Scheme(("group", "channel"), (4, 8))),
     "mxfp4-pack-quantized": ForeignLayout(
         "compressed-tensors", TENSORS, "mxfp4.packed", ("weight_packed", "weight_scale"),
-        {"weight_packed": "mxfp4_weight_only"}, Scheme(("group",), (4,), "float")),
+        {"weight_packed": "mxfp4_weight_only"}, Scheme(("group",), (4,), "float", group_size=32)),
     "mxfp4": ForeignLayout(
         "mxfp4", "transformers with the package kernels", "mxfp4.experts",
         tuple(f"{name}_{part}" for name in ("gate_up_proj", "down_proj") for part in ("blocks", "scales", "bias")),

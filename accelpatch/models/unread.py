@@ -103,8 +103,10 @@ def _scheme(name: str, read: Scheme, kind: Mapping[str, Any]) -> Iterator[str]:
         yield f"weights of {bits} bits in the format {name}"
     if (weights.get("type") or "int") != read.type:
         yield f"weights of the type {weights.get('type')} in the format {name}"
-    if read.activations and weights.get("symmetric") is False:
-        yield f"asymmetric weights of 8 bits in the format {name}"
+    if read.group_size not in (None, size):
+        yield f"groups of {size} in the format {name}"
+    if (read.activations or read.type == "float") and weights.get("symmetric") is False:
+        yield f"asymmetric weights of {bits} bits in the format {name}"
     if inputs and not read.activations:
         yield f"quantised activations beside weights in the format {name} (input_activations)"
     if read.activations:

@@ -211,15 +211,21 @@ def quantised(
 
 def checked(
     weights: dict[str, Held], experts: int, shapes: dict[str, tuple[int, int]], bits: int, bias: bool,
-    dtypes: tuple[torch.dtype, ...],
+    dtypes: tuple[torch.dtype, ...], group: int | None = None,
 ) -> None:  # fmt: skip
-    """Raise KernelError unless canonical tensors from a file are weights of these shapes [N, K]. dtypes: of scales."""
+    """Raise KernelError unless canonical tensors from a file are weights of these shapes [N, K]. dtypes: of scales.
+    group: the only size of groups, where a format has one."""
     for name, (n, k) in shapes.items():
         q, scale, offset, beside = (weights[name].get(part) for part in PARTS)
         columns = k * bits // 8
         if q is None or q.dtype != torch.int8 or list(q.shape) != [experts, n, columns]:
             raise KernelError(f"{name}_q is int8 [{experts}, {n}, {columns}]: write the checkpoint again")
-        if scale is None or scale.dtype not in dtypes or list(scale.shape[:2]) != [experts, n] or not _fits(scale, k):
+        if (
+            scale is None
+            or scale.dtype not in dtypes
+            or list(scale.shape[:2]) != [experts, n]
+            or not _fits(scale, k, group)
+        ):
             form = f"finite {dtypes[0]} [{experts}, {n}, G], G dividing {k}"
             raise KernelError(f"{name}_scale is {form}: write the checkpoint again")
         if offset is not None and (offset.shape != scale.shape or not offset.isfinite().all()):
@@ -228,7 +234,7 @@ def checked(
             raise KernelError(f"{name}_bias is [{experts}, {n}] where experts have one: write the checkpoint again")
 
 
-def _fits(scale: Tensor, k: int) -> bool:
-    """Whether scales[E, N, G] are finite and of groups that divide K."""
-    whole = scale.dim() == 3 and scale.shape[2] > 0 and k % scale.shape[2] == 0
+def _fits(scale: Any, k: int, group: int | None) -> bool:
+    """Whether scales[E, N, G] are finite and of groups that divide K, or of `group` values."""
+    whole = scale.dim() == 3 and scale.shape[2] > 0 and k % scale.shape[2] == 0 and group in (None, k // scale.shape[2])
     return whole and bool(scale.float().isfinite().all())  # 8-bit floats have no isfinite of their own

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.codebooks import CODEBOOKS, E8M0
+from accelpatch.kernels.codebooks import CODEBOOKS, E8M0, MXFP4_GROUP
 from accelpatch.kernels.layouts.row_major import Int4Rows
 from accelpatch.quant import int4
 from accelpatch.quant.weight import grouped, row_blocks
@@ -26,6 +26,8 @@ def quantize(weight: Tensor, *, group_size: int, codebook: str) -> Int4Rows:
         raise KernelError(f"{codebook} packs two weights a byte and K = {weight.shape[1]} is odd: use int8 for it")
     scale = groups.abs().amax(2)
     if codebook == "e2m1":
+        if group_size != MXFP4_GROUP:
+            raise KernelError(f"MXFP4 has groups of {MXFP4_GROUP}, not {group_size}: leave group_size out")
         return _mxfp4(groups, scale)
     values, order = torch.tensor(CODEBOOKS[codebook], dtype=torch.float32, device=weight.device).sort(stable=True)
     between = (values[1:] + values[:-1]) / 2

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.codebooks import E8M0
+from accelpatch.kernels.codebooks import MXFP4_GROUP as GROUP
 from accelpatch.kernels.layouts.row_major import Int4Rows
 
 Tensors = Mapping[str, Tensor | None]
-GROUP = 32
 NAN = 255
 UP, DOWN = "gate_up_proj", "down_proj"
 
@@ -31,8 +31,8 @@ def packed(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> Int4R
     """A linear layer[n, k] of compressed-tensors, mxfp4-pack-quantized. config: not read."""
     if k % GROUP:
         raise KernelError(f"weight_packed: K = {k} is no multiple of the {GROUP} values that share a scale")
-    codes, scales = _bytes(tensors, "weight_packed", (n, k // 2)), _bytes(tensors, "weight_scale", (n, k // GROUP))
-    return Int4Rows(codes.view(torch.int8), _powers("weight_scale", scales), codes="e2m1")
+    codes, scales = _bytes(tensors, "weight_packed", (n, k // 2)), _exponents(tensors, "weight_scale", (n, k // GROUP))
+    return Int4Rows(codes.view(torch.int8), scales.view(E8M0), codes="e2m1")
 
 
 def experts(tensors: Tensors, config: Mapping[str, Any], *_: Any) -> dict[str, Tensor]:
@@ -45,28 +45,30 @@ def experts(tensors: Tensors, config: Mapping[str, Any], *_: Any) -> dict[str, T
             raise KernelError(f"{name}_blocks: K = {k} is no multiple of the {GROUP} values that share a scale")
         shape = (config["number"], n, k // GROUP)
         codes = _bytes(tensors, f"{name}_blocks", (*shape, GROUP // 2)).flatten(2)
-        scales, bias = _bytes(tensors, f"{name}_scales", shape), tensors.get(f"{name}_bias")
+        scales, bias = _exponents(tensors, f"{name}_scales", shape), tensors.get(f"{name}_bias")
         if bias is None or not bias.is_floating_point() or bias.shape != shape[:2]:
             found = "missing" if bias is None else f"{bias.dtype} {list(bias.shape)}"
             raise KernelError(f"{name}_bias is {found}, and floats {list(shape[:2])} belong here")
         if name == UP:
             codes, scales, bias = (torch.cat((one[:, 0::2], one[:, 1::2]), 1) for one in (codes, scales, bias))
-        powers = _powers(f"{name}_scales", scales)
-        made |= {f"{name}_q": codes.view(torch.int8), f"{name}_scale": powers, f"{name}_bias": bias}
+        made |= {f"{name}_q": codes.view(torch.int8), f"{name}_scale": scales.view(E8M0), f"{name}_bias": bias}
     return made
 
 
-def _bytes(tensors: Tensors, name: str, shape: tuple[int, ...]) -> Tensor:
-    found = tensors.get(name)
-    if found is None:
-        raise KernelError(f"{name} is missing")
-    if found.dtype not in (torch.uint8, E8M0) or found.shape != shape:
-        raise KernelError(f"{name} is {found.dtype} {list(found.shape)}, and uint8 {list(shape)} belongs here")
-    return found.view(torch.uint8).contiguous()
-
-
-def _powers(name: str, scales: Tensor) -> Tensor:
+def _exponents(tensors: Tensors, name: str, shape: tuple[int, ...]) -> Tensor:
+    scales = _bytes(tensors, name, shape, (torch.uint8, E8M0))
     if bool((wrong := scales == NAN).any()):
         place = [int(one) for one in wrong.nonzero()[0]]
         raise KernelError(f"{name}{place} is {NAN}, which is NaN: fetch it again")
-    return scales.view(E8M0)
+    return scales
+
+
+def _bytes(
+    tensors: Tensors, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = (torch.uint8,)
+) -> Tensor:
+    found = tensors.get(name)
+    if found is None:
+        raise KernelError(f"{name} is missing")
+    if found.dtype not in dtypes or found.shape != shape:
+        raise KernelError(f"{name} is {found.dtype} {list(found.shape)}, and uint8 {list(shape)} belongs here")
+    return found.view(torch.uint8).contiguous()

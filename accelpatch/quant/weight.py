@@ -38,8 +38,8 @@ def grouped(weight: Tensor, group_size: int | None, format_name: str) -> Tensor:
         raise KernelError(
             f"{format_name}: group_size {size} does not divide K = {weight.shape[1]}: choose one that does"
         )
-    check_finite(weight)
-    return weight.detach().to(torch.float32).contiguous().unflatten(1, (-1, size))
+    check_finite(weight := weight.detach().to(torch.float32))  # a float64 may be beyond its range
+    return weight.contiguous().unflatten(1, (-1, size))
 
 
 def row_blocks(groups: Tensor) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.codebooks import E8M0
+from accelpatch.kernels.codebooks import E8M0, MXFP4_GROUP
 from accelpatch.kernels.layouts.expert_stack import BLOCK
 from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows
 from accelpatch.kernels.ops.experts import experts, packed_experts
@@ -25,7 +25,7 @@ from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant import codebook, int4, int8
 from accelpatch.replacers.proposing import KernelReplacer
-from accelpatch.replacers.weight_only import CPU_LIBRARY, MXFP4_GROUP, dividing, mxfp4_scale_bytes, slower
+from accelpatch.replacers.weight_only import CPU_LIBRARY, dividing, mxfp4_scale_bytes, slower
 
 NATIVE, HIP, TRITON = "cpu", "hip", "triton"
 Shapes = dict[str, tuple[int, int]]  # weight -> (N, K) of an expert
@@ -97,6 +97,7 @@ class _QuantizedExperts(KernelReplacer):
     bits: ClassVar[int]
     wanted: ClassVar[list[int | None]]  # group sizes, where a rule says none
     dtypes: ClassVar[tuple[torch.dtype, ...]]  # of scales, the usual one first
+    fixed: ClassVar[int | None] = None  # the only group size of a format
     kind = "none"  # of offset, where no option says another; or the name of a codebook
 
     def offset(self, options: Mapping[str, Any]) -> str:
@@ -165,12 +166,13 @@ class _QuantizedExperts(KernelReplacer):
 
     def _bytes(self, site: Site, number: int, shapes: Shapes, groups: tuple[int, ...], kernel: str, offset: str) -> int:
         """Bytes that the replacement holds."""
-        total, beside = 0, self.scale_bytes(kernel) * (1 + (offset == "minimum"))
+        total = 0
         for (n, k), group in zip(shapes.values(), groups, strict=True):
+            beside = (4 if kernel == NATIVE and group == k else self.scale_bytes(kernel)) * (1 + (offset == "minimum"))
             columns = -(-k // BLOCK) * BLOCK if self.bits == 4 and kernel != NATIVE else k
             total += number * n * (columns * self.bits // 8 + k // group * beside)
         biases = (one for name, one in site.original._parameters.items() if one is not None and name.endswith("_bias"))
-        return total + sum(one.numel() * one.element_size() for one in biases)
+        return total + sum(one.numel() * (4 if kernel == NATIVE else one.element_size()) for one in biases)
 
     @torch.no_grad()
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
@@ -188,7 +190,7 @@ class _QuantizedExperts(KernelReplacer):
     def restore(self, site: Site, choice: Choice, held: Mapping[str, Tensor]) -> nn.Module:
         weights = {name: {part: held.get(f"{name}_{part}") for part in PARTS} for name in (UP, DOWN)}
         form, number, shapes = (choice.detail[key] for key in ("form", "number", "shapes"))
-        checked(weights, number, shapes, self.bits, form.bias, self.dtypes)
+        checked(weights, number, shapes, self.bits, form.bias, self.dtypes, self.fixed)
         device = held[f"{UP}_q"].device
         empty = torch.empty(0, dtype=getattr(torch, site.dtype), device=device)
         site.original._parameters[UP] = nn.Parameter(empty, requires_grad=False)
@@ -241,7 +243,7 @@ class MXFP4Experts(_QuantizedExperts):
     """4-bit codes of e2m1 with a power of two (E8M0) for each 32 values."""
 
     name = "mxfp4_experts"
-    bits, wanted, dtypes, kind = 4, [MXFP4_GROUP], (E8M0,), "e2m1"
+    bits, wanted, fixed, dtypes, kind = 4, [MXFP4_GROUP], MXFP4_GROUP, (E8M0,), "e2m1"
 
     def scale_bytes(self, kernel: str) -> int:
         return mxfp4_scale_bytes(kernel)

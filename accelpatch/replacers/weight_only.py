@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.codebooks import E8M0
+from accelpatch.kernels.codebooks import CODEBOOKS, E8M0, MXFP4_GROUP
+from accelpatch.kernels.codebooks import scale_dtype as dtype_of
 from accelpatch.kernels.compiling import libraries as built
 from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows, RowMajor
 from accelpatch.kernels.ops.linear import int8_linear, packed_linear, tiled_int4_linear
@@ -38,7 +39,6 @@ HIP = "hip"
 ON_GPU = {"int4_linear": "tiled_int4_linear"}  # operation -> the one over the GPU kernels' layout
 PER_BYTE = {"int8_linear": 1, "int4_linear": 2}  # values of a byte
 LIBRARIES = {"int8_linear": int8_linear.libraries, "tiled_int4_linear": tiled_int4_linear.libraries}
-MXFP4_GROUP = 32
 INT4_SCALE = 2  # bytes per scale: float16
 OFFSET_BYTES = {"none": 0, "minimum": 2, "zero_point": 1}
 
@@ -79,7 +79,9 @@ def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str
 
 def scale_dtype(op: str, kind: str) -> torch.dtype:
     """The dtype that a weight's scales usually have."""
-    return torch.float16 if "int4" in op and kind in OFFSET_BYTES else torch.float32
+    if kind in CODEBOOKS:
+        return dtype_of(kind)
+    return torch.float16 if "int4" in op else torch.float32
 
 
 def slower(kernel: str, device: Device) -> str:
@@ -123,7 +125,7 @@ class WeightOnly(LinearReplacer):
     module: ClassVar[type[QuantizedModule]]
     table: ClassVar[type[QuantizedModule] | None] = None  # of embeddings
     op: ClassVar[str]
-    wanted: ClassVar[Any] = None  # group sizes, where a rule says none
+    wanted: ClassVar[Any] = None  # group sizes, where a rule says none; of a format with one size that
     dtypes: ClassVar[tuple[torch.dtype, ...]]  # of scales, the usual one first
     codes: ClassVar[str] = ""
 
@@ -171,6 +173,8 @@ class WeightOnly(LinearReplacer):
     def restore(self, site: Site, choice: Choice, held: Any) -> nn.Module:
         zero = 0 if PER_BYTE[self.op] == 1 else None if self.codes else int4.ZERO_CODE
         check_held(held, site.n, site.k, (torch.int8,), self.dtypes, zero)
+        if isinstance(self.wanted, int) and held.k != self.wanted * held.scale.shape[1]:
+            raise KernelError(f"scale is {list(held.scale.shape)}, and one for each {self.wanted} values belongs here")
         due, kind = self.kind(choice.detail), getattr(held, "kind", "none")
         if kind != due:
             raise KernelError(f"its offset is {kind}, and {due} belongs here: write the checkpoint again")
@@ -248,7 +252,8 @@ class NF4WeightOnly(WeightOnly):
 
     name = "nf4_weight_only"
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list)}
-    module, op, wanted = CodebookLinear, "int4_linear", [64, 32]
+    module, op = CodebookLinear, "int4_linear"
+    wanted: ClassVar[Any] = [64, 32]
     dtypes, codes = (torch.float32,), "nf4"
 
     def quantized(self, weight: Tensor, detail: Mapping[str, Any]) -> RowMajor:
@@ -267,7 +272,7 @@ class MXFP4WeightOnly(NF4WeightOnly):
 
     name = "mxfp4_weight_only"
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {}
-    wanted, dtypes, codes = [MXFP4_GROUP], (E8M0,), "e2m1"
+    wanted, dtypes, codes = MXFP4_GROUP, (E8M0,), "e2m1"
 
     def scale_bytes(self, detail: Mapping[str, Any], kernel: str) -> int:
         return mxfp4_scale_bytes(kernel)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 import accelpatch
 from accelpatch.checkpoints import foreign
-from accelpatch.errors import KernelError, LoadError
+from accelpatch.checkpoints.inspection import inspect
+from accelpatch.errors import KernelError, LoadError, SaveError
 from accelpatch.modules.quantized_experts import QuantizedExperts
 from tests.checkpoints.test_foreign_mutations import mutated
 from tests.support.foreign import K_PROJ, ROOT, expected
@@ -23,6 +24,7 @@ from tests.support.foreign import K_PROJ, ROOT, expected
 OSS, LAYER = "gpt-oss-mxfp4", "model.layers.0.mlp.experts"
 HELD = load_file(ROOT / OSS / "model.safetensors")
 SCALES, BLOCKS = HELD[f"{LAYER}.down_proj_scales"], HELD[f"{LAYER}.down_proj_blocks"]
+PARTS = ("gate_up_proj", "down_proj")
 LINEAR = load_file(ROOT / "ct-mxfp4/model.safetensors")
 PACKED, POWERS = LINEAR[f"{K_PROJ}.weight_packed"], LINEAR[f"{K_PROJ}.weight_scale"]
 
@@ -99,6 +101,59 @@ def test_damage_is_refused_by_file_and_tensor(
         accelpatch.load(str(folder))
     assert message in str(caught.value)
     assert str(folder / "model.safetensors") in str(caught.value)
+
+
+def test_the_file_that_is_named_is_that_of_the_tensor(tmp_path: Path) -> None:
+    folder = tmp_path / "it"
+    shutil.copytree(ROOT / OSS, folder)
+    (folder / "model.safetensors").unlink()
+    wrong = HELD | {f"{LAYER}.gate_up_proj_scales": nan(HELD[f"{LAYER}.gate_up_proj_scales"])}
+    files = {name: f"model-0000{1 + name.endswith('_scales')}-of-00002.safetensors" for name in wrong}
+    for file in set(files.values()):
+        save_file({name: one for name, one in wrong.items() if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    with pytest.raises(LoadError, match=r"model-00002-of-00002\.safetensors: .*gate_up_proj_scales\[0, 7, 0\] is 255"):
+        accelpatch.load(str(folder))
+
+
+def test_what_failed_verification_is_not_saved_as_if_it_were_verified(tmp_path: Path) -> None:
+    scales = {f"{LAYER}.{part}_scales": torch.full_like(HELD[f"{LAYER}.{part}_scales"], 254) for part in PARTS}
+    folder = with_tensors(OSS, tmp_path / "it", dict(scales))
+    model: Any = accelpatch.load(str(folder)).model
+    assert model.accelpatch.report().verification.failures
+    with pytest.raises(SaveError, match=rf"^{LAYER} is quantised and failed verification.*verify=False"):
+        model.save_pretrained(tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+    model = accelpatch.load(str(folder), verify=False).model
+    model.save_pretrained(tmp_path / "ours")
+    assert isinstance(
+        accelpatch.load(str(tmp_path / "ours"), verify=False).model.get_submodule(LAYER), QuantizedExperts
+    )
+
+
+@pytest.mark.parametrize("given", ["x", ["x"], 5, True, []], ids=str)
+def test_activations_that_are_no_mapping(given: Any, tmp_path: Path) -> None:
+    facts = json.loads((ROOT / "ct-mxfp4/config.json").read_text())["quantization_config"]
+    facts["config_groups"]["group_0"]["input_activations"] = given
+    folder = with_tensors("ct-mxfp4", tmp_path / "it", {}, quantization_config=facts)
+    assert accelpatch.load(str(folder)).model is not None
+
+
+def test_inspection_says_the_groups(tmp_path: Path) -> None:
+    for name, form in (
+        (OSS, "1 x mxfp4_experts in rows"),
+        ("ct-mxfp4", "7 x mxfp4_weight_only in groups of 32"),
+    ):
+        accelpatch.load(str(ROOT / name)).model.save_pretrained(tmp_path / name)
+        assert form in inspect(tmp_path / name).facts["quantised"]
+
+
+def test_scales_of_another_dtype_are_refused_by_a_state_dict() -> None:
+    model: Any = accelpatch.load(str(ROOT / "ct-mxfp4")).model
+    state = dict(model.state_dict())
+    state[f"{K_PROJ}.scale"] = state[f"{K_PROJ}.scale"].float() * 1.3
+    with pytest.raises(RuntimeError, match=r"scale is torch\.float32, and .* belongs to codes of e2m1"):
+        model.load_state_dict(state)
 
 
 def test_a_row_of_no_whole_groups(tmp_path: Path) -> None:

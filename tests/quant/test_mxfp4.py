@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+from accelpatch.errors import KernelError
 from accelpatch.quant import codebook
 
 MAGNITUDES = [Fraction(one) for one in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
@@ -47,3 +48,14 @@ def test_nearest_values_and_power_of_two(dtype: torch.dtype, size: float) -> Non
             exponent, due = of_group(weight[row, part].tolist())
             assert scale[row, group].item() == exponent + 127
             assert codes[row, part].tolist() == due
+
+
+@pytest.mark.parametrize("group", [16, 64])
+def test_groups_are_of_32(group: int) -> None:
+    with pytest.raises(KernelError, match=f"MXFP4 has groups of 32, not {group}"):
+        codebook.quantize(torch.ones(2, 64), group_size=group, codebook="e2m1")
+
+
+def test_a_float64_beyond_float32_is_refused() -> None:
+    with pytest.raises(KernelError, match="inf"):
+        codebook.quantize(torch.full((1, 32), 1e39, dtype=torch.float64), group_size=32, codebook="e2m1")

@@ -219,6 +219,13 @@ class Int4Rows(RowMajor):
     def arguments(self) -> tuple[Tensor, Tensor, Tensor | None, str]:
         return self.w, self.scale, self.offset, self.codes
 
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Int4Rows:
+        """As of all rows. Raises KernelError for scales of another dtype than a codebook's."""
+        made = super().with_tensors(tensors)
+        if self.codes and made.scale.dtype != self.scale.dtype:
+            raise KernelError(f"scale is {made.scale.dtype}, and {self.scale.dtype} belongs to codes of {self.codes}")
+        return made
+
     @property
     def kind(self) -> str:
         """ "none", "minimum" or "zero_point"; or the table's name."""
