@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.call import Movable, run_module
 from accelpatch.fusion.decoder import layers_of
+from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.fusion.module_cache import ModuleCache
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.ops.attention.prompt_attention import (
@@ -54,8 +54,8 @@ class CacheCall(Movable):
         rotate_(qkv, self.positions, new[0], new[1], shape)
         given = qkv, self.positions, self.seen(first, shape.window), *self.cached(new, place), shape
         if self.blind:
-            attention = layer_facts.attention_of(layers_of(self.decoder)[place])
-            return attend_by_torch(*given, eager=attention_facts.runs_eager(attention))
+            attention = LayerDescription(layers_of(self.decoder)[place]).attention
+            return attend_by_torch(*given, eager=attention is not None and attention.eager)
         return attend(*given)
 
     def by_module(self, x: Tensor, place: int) -> Tensor:

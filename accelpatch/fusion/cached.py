@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.fusion.layer_description import LayerDescription, size_of
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,20 @@ class Cached:
 
 def cached_by(layer: Any, dtype: torch.dtype, known: tuple[int, int] | None = None) -> Cached:
     """What a decoder layer caches, in `dtype`. known: (heads of the cache, head size), where the layer is fused."""
-    attention = layer_facts.attention_of(layer)
-    if attention is None:
+    described = LayerDescription(layer)
+    if described.attention is None:
         return Cached(0)
-    window, found = attention_facts.window(attention), known or _heads_of_module(layer, attention)
+    window, found = described.attention.window, known or _heads_of_module(described)
     return Cached(window) if found is None else Cached(window, found[0], (found[1], found[1]), dtype)
 
 
-def _heads_of_module(layer: Any, attention: Any) -> tuple[int, int] | None:
-    linears = () if attention_facts.why_not(attention) else layer_facts.qkv_of(layer)
+def _heads_of_module(layer: LayerDescription) -> tuple[int, int] | None:
+    attention = layer.attention
+    linears = () if attention is None or attention.unknown() else layer.qkv
     if len(linears) != 3 or not all(hasattr(one, "out_features") for one in linears):
         return None
     try:
-        return attention_facts.heads_of(attention, [layer_facts.size_of(one)[0] for one in linears])[1:]
+        assert attention is not None
+        return attention.heads([size_of(one)[0] for one in linears])[1:]
     except CannotFuse:
         return None

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.cache_name import layer_argument
 from accelpatch.fusion.decoder import layers_of
+from accelpatch.fusion.layer_description import LayerDescription
+from accelpatch.fusion.rotary import one_rope
 from accelpatch.fusion.spread import rotary_on
 
 #: window in slots (0: none) -> boolean mask [B or 1, 1, T, keys] of the keys that each token attends to; None, where a
@@ -62,14 +63,15 @@ def run_module(decoder: Any, place: int, x: Tensor, positions: Tensor, visible: 
     cache: the KV cache, with transformers' interface; None for none.
     """
     layer = layers_of(decoder)[place]
-    attention, rows = layer_facts.attention_of(layer), x.view(*positions.shape, -1)
-    seen = visible(attention_facts.window(attention))
-    if seen is not None and attention.config._attn_implementation == "eager" and not is_whole(layer):
+    attention, rows = LayerDescription(layer).attention, x.view(*positions.shape, -1)
+    assert attention is not None
+    seen = visible(attention.window)
+    if seen is not None and attention.module.config._attn_implementation == "eager" and not is_whole(layer):
         seen = torch.zeros_like(seen, dtype=x.dtype).masked_fill_(~seen, torch.finfo(x.dtype).min)
     rotary, use_cache = rotary_on(getattr(decoder, "rotary_emb", None), x.device), cache is not None
     given = {"attention_mask": seen, "position_ids": positions, layer_argument(layer): cache, "use_cache": use_cache}
     if rotary is not None:
-        kind = () if attention_facts.one_rope(rotary) else (attention_facts.layer_type(attention),)
+        kind = () if one_rope(rotary) else (attention.layer_type,)
         given["position_embeddings"] = rotary(rows, positions, *kind)
     made = layer(rows, **given)
     made = made[0] if isinstance(made, tuple) else made

@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from accelpatch import own_code
-from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.fusion.layer_description import LayerDescription
+from accelpatch.fusion.rotary import rotary_why_not
 from accelpatch.models.family import DecoderForm, Family, child_of, family_of_class
 
 ENDINGS = ("ForCausalLM", "LMHeadModel")  # of the names of models' classes
@@ -19,7 +20,9 @@ INNER_ENDINGS = ("Model", "Decoder")  # of their decoders'
 @dataclass(frozen=True, eq=False)
 class Decoder:
     """module: the decoder, which holds the layers, the embedding of token ids and the last norm. rotary, positions: the
-    rotary embedding, and the learned one of positions; None for a model without one."""
+    rotary embedding, and the learned one of positions; None for a model without one. embedding_multiplier,
+    logit_divisor: by what embeddings are multiplied and logits divided. logit_cap: the softcap of logits, 0 for none.
+    """
 
     module: Any
     form: DecoderForm
@@ -29,6 +32,9 @@ class Decoder:
     norm: Any
     rotary: Any
     positions: Positions | None
+    embedding_multiplier: float = 1.0
+    logit_divisor: float = 1.0
+    logit_cap: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +55,7 @@ class Positions:
 def decoder_of(model: Any) -> Decoder:
     """The decoder of a patched causal language model that calls its layers one after the other. Raises CannotFuse."""
     decoder = found_in(model)
-    if decoder.rotary is not None and (reason := attention_facts.rotary_why_not(decoder.rotary)):
+    if decoder.rotary is not None and (reason := rotary_why_not(decoder.rotary)):
         raise CannotFuse(reason)
     return decoder
 
@@ -65,7 +71,8 @@ def found_in(model: Any) -> Decoder:
     names = (form.layers, form.embedding, form.norm, "rotary_emb")
     layers, embedding, norm, rotary = (getattr(module, name, None) for name in names)
     table = None if form.positions is None else Positions(getattr(module, form.positions), form.offset, form.of_mask)
-    decoder = Decoder(module, form, head, layers, embedding, norm, rotary, table)
+    constants = () if family is None else _constants(family, model)
+    decoder = Decoder(module, form, head, layers, embedding, norm, rotary, table, *constants)
     if reason := why_not(model, decoder):
         raise CannotFuse(reason)
     return decoder
@@ -75,7 +82,7 @@ def why_not(model: Any, decoder: Decoder) -> str | None:
     """Why a model, or the decoder in it, may not simply call its layers one after the other; None where they do."""
     table = None if decoder.positions is None else decoder.positions.table
     parts = (decoder.embedding, decoder.norm, decoder.rotary, decoder.head, table)
-    reasons = (layer_facts.other_code(one) for one in parts if isinstance(one, nn.Module))
+    reasons = (own_code.why_not_in(one.modules()) for one in parts if isinstance(one, nn.Module))
     form = decoder.form
     whole = (model, decoder.module, decoder.layers)
     if reason := own_code.why_not_in(whole) or next(filter(None, reasons), None):
@@ -89,8 +96,20 @@ def why_not(model: Any, decoder: Decoder) -> str | None:
     if decoder.positions is not None and "weight" not in decoder.positions.table._parameters:
         return f"its decoder's {form.positions} was replaced"
     count = decoder.module.config.num_hidden_layers
-    places = [getattr(layer_facts.attention_of(layer), "layer_idx", None) for layer in decoder.layers]
+    attentions = (LayerDescription(layer).attention for layer in decoder.layers)
+    places = [None if one is None else getattr(one.module, "layer_idx", None) for one in attentions]
     return None if places == list(range(count)) else f"its layers have the indices {places}, of {count}"
+
+
+def _constants(family: Family, model: Any) -> tuple[float, float, float]:
+    """(embedding_multiplier, logit_divisor, logit_cap) of a model of a family."""
+    config, name = model.config, family.embedding_multiplier
+    multiplier = 1.0 if name is None else float(getattr(child_of(model, family.decoder.path), name))
+    divisor = 1.0 if family.logit_divisor is None else float(getattr(config, family.logit_divisor))
+    if family.logit_multiplier is not None:
+        divisor = 1.0 / float(getattr(config, family.logit_multiplier))
+    cap = getattr(config, "final_logit_softcapping", None) if family.capped_logits else None
+    return multiplier, divisor, float(cap or 0.0)
 
 
 def _form(model: Any) -> tuple[Family | None, DecoderForm]:

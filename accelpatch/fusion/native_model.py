@@ -9,26 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.fusion import attention_facts, layer_facts
+from accelpatch.fusion import rotary
+from accelpatch.fusion.attention_description import AttentionDescription
 from accelpatch.fusion.cached import Cached, cached_by
 from accelpatch.fusion.cannot_fuse import CannotFuse
-from accelpatch.fusion.decoder import decoder_of
-from accelpatch.fusion.spread import OFFLOADED, is_offloaded, offloaded_inside
-from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, NormWeight, StepShape
-from accelpatch.kernels.cpu.native_library import ACTIVATIONS
+from accelpatch.fusion.decoder import Decoder, decoder_of
+from accelpatch.fusion.layer_description import LayerDescription, plain_why_not
+from accelpatch.fusion.spread import OFFLOADED, is_offloaded
+from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, NormWeight, Sizes, StepShape, why_not_layer
+from accelpatch.kernels.cpu.native_library import ACTIVATIONS, LINEARS
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.pack_tensors import in_one_block
 from accelpatch.models.family import DecoderForm
-from accelpatch.modules.gated_mlp import GatedMLP
-from accelpatch.modules.norm import FusedRMSNorm, ResidualNormLayer
+from accelpatch.modules.norm import FusedRMSNorm
 from accelpatch.modules.quantized_linear import renormalises
 from accelpatch.modules.quantized_module import QuantizedModule, quantised_in, take_over
-from accelpatch.modules.replacement import unchanged
 
 NONE: Mapping[int, str] = {}
-ATTENTION = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
 NORMS = {"after_attention": "after_attention_norm", "after_mlp": "after_mlp_norm"}
-MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 ROPES = 2  # kinds of rotary frequencies that a step has room for
 
 
@@ -70,19 +68,20 @@ def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeM
     CannotFuse where no layer has one, or the embedding, last norm or head does not.
     """
     found = decoder_of(model)
-    if found.form != DecoderForm() or attention_facts.by_length(found.rotary):
+    if found.form != DecoderForm() or rotary.by_length(found.rotary):
         raise CannotFuse("the native step is for decoders of Llama's form with fixed frequencies")
     reasons, weights = dict(unfused), list[LayerWeights | None]([None] * len(found.layers))
-    for place, layer in enumerate(found.layers):
-        if place not in reasons and (reason := _why_not(layer, model)):
+    described = [LayerDescription(layer) for layer in found.layers]
+    for place, layer in enumerate(described):
+        if place not in reasons and (reason := layer.changed() or form_why_not(layer, found)):
             reasons[place] = reason
     gather_packs(model)
     embedding, head, norm = packed(found.embedding), packed(found.head), norm_weight(found.norm)
     if (hidden := embedding.k) != head.k or tuple(norm.weight.shape) != (hidden,):
         raise CannotFuse(f"embeddings of {hidden} do not fit a head of {head.k} and a norm of {norm.weight.numel()}")
-    ropes = rope_kinds(found.rotary, [layer for place, layer in enumerate(found.layers) if place not in reasons])
-    shape = step_shape(model, found, hidden, ropes)
-    for place, layer in enumerate(found.layers):
+    ropes = rope_kinds(found.rotary, [layer for place, layer in enumerate(described) if place not in reasons])
+    shape = step_shape(found, hidden, ropes)
+    for place, layer in enumerate(described):
         if place not in reasons:
             try:
                 weights[place] = layer_weights(layer, shape, ropes)
@@ -97,68 +96,82 @@ def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeM
     return NativeModel(shape, weights, reasons, embedding, head, norm, tuple(cached))
 
 
-def _why_not(layer: Any, model: Any) -> str | None:
-    """Why a layer's modules do not compute what a native step does; None where they do."""
-    mlp = layer_facts.mlp_of(layer)
-    if offloaded_inside(layer):
-        return OFFLOADED
-    if not isinstance(layer, ResidualNormLayer) or not isinstance(mlp, GatedMLP) or mlp.fused_gate_up:
-        return "it is not a replaced Llama-like layer"
-    if not (unchanged(layer) and unchanged(mlp)):
-        return "a module that is fused into another was changed"
-    if mlp.activation not in ACTIVATIONS:
-        return f"the native step has no activation {mlp.activation}"
-    return (
-        layer_facts.other_code(layer)
-        or layer_facts.why_not(layer)
-        or attention_facts.why_not(layer_facts.attention_of(layer))
-        or attention_facts.native_why_not(layer, model)
-    )
+def form_why_not(layer: LayerDescription, decoder: Decoder) -> str | None:
+    """Why a layer, original or replaced, has a form that the native step does not compute; None where it has none."""
+    form, attention = layer.form, layer.attention
+    if form is None or attention is None:
+        return "its form is not known"
+    if form.attention_norm is None or form.mlp_norm is None or form.multiplier is not None:
+        return "its norms or its residual additions have another form than those of the native step"
+    if form.parallel or layer.layer_norms or layer.plain:
+        return "the native step has no LayerNorm, no parallel attention and MLP, and no MLP without a gate"
+    if attention.interleaved or not attention.rotates or attention.normed_over_all:
+        return "its rotary embedding or the norms of q and k have another form than those of the native step"
+    if (decoder.embedding_multiplier, decoder.logit_divisor) != (1.0, 1.0):
+        return "the native step has no multiplier of embeddings or logits"
+    if layer.sparse is not None:
+        return "the native step has no experts: they run as modules"
+    if "gate_up_proj" in layer.roles:
+        return "gate and up are one linear layer"
+    if "qkv_proj" in layer.roles:
+        return "q, k and v are one linear layer"
+    if rotary.planned_by_length(attention.module.config):
+        return "its rotary frequencies change with the length"
+    if rotary.fraction(attention.module.config) < 1:
+        return "its rotary embedding covers only a part of each head"
+    return None if layer.activation in ACTIVATIONS else f"the native step has no activation {layer.activation}"
 
 
-def rope_kinds(rotary: Any, layers: Sequence[Any]) -> list[str]:
+def sizes_why_not(attention: AttentionDescription, hidden: int, rotated: int, sizes: Sizes) -> str | None:
+    """Why a layer with linear layers of these sizes is none of a native step; None where it is.
+
+    rotated: columns of a head that the rotary frequencies cover.
+    """
+    if (size := attention.head_size) != rotated:
+        return f"its rotary embedding covers {rotated} columns, and each head has {size}"
+    return why_not_layer(hidden, size, sizes) or attention.why_not_groups(sizes["q"][0] // sizes["k"][0])
+
+
+def rope_kinds(embedding: Any, layers: Sequence[LayerDescription]) -> list[str]:
     """The layer types whose rotary frequencies differ; "" where all share one. Raises CannotFuse beyond ROPES."""
-    if rotary is None or attention_facts.one_rope(rotary):
+    if embedding is None or rotary.one_rope(embedding):
         return [""]
-    kinds = sorted({_type(layer) for layer in layers})
+    kinds = sorted({layer.attention.layer_type for layer in layers if layer.attention is not None})
     if len(kinds) > ROPES:
         raise CannotFuse(f"its layers have {len(kinds)} kinds of rotary frequencies")
     return kinds
 
 
-def _type(layer: Any) -> str:
-    return attention_facts.layer_type(layer.self_attn)
-
-
-def step_shape(model: nn.Module, decoder: Any, hidden: int, ropes: Sequence[str]) -> StepShape:
+def step_shape(decoder: Decoder, hidden: int, ropes: Sequence[str]) -> StepShape:
     """What all layers share: sizes, rotary frequencies, constants. Raises CannotFuse where frequencies are missing."""
-    rope = tuple(attention_facts.rope(decoder.rotary, kind) for kind in ropes)
+    rope = tuple(rotary.rope(decoder.rotary, kind) for kind in ropes)
     sizes = {2 * len(inverse) for inverse, _ in rope}
     if len(sizes) != 1:
         raise CannotFuse(f"its rotary frequencies are of heads of {' and '.join(map(str, sorted(sizes)))}")
     scale = float(getattr(decoder.embedding, "embed_scale", 1.0))
-    return StepShape(hidden, sizes.pop(), rope, scale, attention_facts.logit_cap(model))
+    return StepShape(hidden, sizes.pop(), rope, scale, decoder.logit_cap)
 
 
-def layer_weights(layer: Any, shape: StepShape, ropes: Sequence[str]) -> LayerWeights:
+def layer_weights(layer: LayerDescription, shape: StepShape, ropes: Sequence[str]) -> LayerWeights:
     """Packs, norms and constants of one layer. Raises CannotFuse where they are none of a native step."""
-    attention = layer.self_attn
-    linears = {name: packed(getattr(attention, child)) for name, child in ATTENTION.items()}
-    linears |= {name: packed(getattr(layer.mlp, child)) for name, child in MLP.items()}
+    attention = layer.attention
+    assert attention is not None
+    parts = (*layer.qkv, *layer.output, *layer.inner, *layer.last)
+    linears = {name: packed(part) for name, part in zip(LINEARS, parts, strict=True)}
     sizes = {name: (pack.n, pack.k) for name, pack in linears.items()}
-    if reason := attention_facts.native_sizes_why_not(attention, shape.hidden, shape.head_dim, sizes):
+    if reason := sizes_why_not(attention, shape.hidden, shape.head_dim, sizes):
         raise CannotFuse(reason)
-    names = {NORMS.get(place, place): layer.norm(place) for place in layer.norms}
-    if hasattr(attention, "q_norm"):
-        names["q_norm"], names["k_norm"] = attention.q_norm, attention.k_norm
+    names = {NORMS.get(place, place): norm for place, norm in layer.norms.items()}
+    if attention.normed:
+        names |= {"q_norm": attention.module.q_norm, "k_norm": attention.module.k_norm}
     norms = {name: norm_weight(norm) for name, norm in names.items()}
     for name, norm in norms.items():
         due = shape.head_dim if name in ("q_norm", "k_norm") else shape.hidden
         if tuple(norm.weight.shape) != (due,):
             raise CannotFuse(f"its {name} is over {list(norm.weight.shape)}, not {due}")
     return LayerWeights(
-        linears, norms, layer.mlp.activation, float(attention.scaling), attention_facts.window(attention),
-        ropes.index(_type(layer)) if len(ropes) > 1 else 0, attention_facts.score_cap(attention),
+        linears, norms, layer.activation, attention.scaling, attention.window,
+        ropes.index(attention.layer_type) if len(ropes) > 1 else 0, attention.score_cap,
     )  # fmt: skip
 
 
@@ -184,7 +197,7 @@ def packed(module: Any) -> Pack:
             raise CannotFuse(reason)
         bias: Any = getattr(module, "bias", None)
         return replace(module.layout, bias=None if bias is None else bias.detach().float())
-    if reason := layer_facts.plain_why_not(module):
+    if reason := plain_why_not(module):
         raise CannotFuse(reason)
     if module.weight.is_meta:
         raise CannotFuse(f"the weight of {type(module).__name__} has no values")

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 from accelpatch.device import probe
-from accelpatch.fusion import attention_facts, layer_facts
 from accelpatch.fusion.adapters import Adapted, active, base_of, with_adapters
 from accelpatch.fusion.cannot_fuse import CannotFuse
-from accelpatch.fusion.decoder import decoder_of
+from accelpatch.fusion.decoder import Decoder, decoder_of
 from accelpatch.fusion.fused_layer import FusedLayer
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.fused_weights import concatenated_linear, fused_linear, gated_linear
+from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.fusion.read_attention import attention_shape, norm_of, prepared
+from accelpatch.fusion.rotary import by_length
 from accelpatch.fusion.signals import with_signals
 from accelpatch.fusion.sparse_layer import FusedSparseLayer, sparse_mlp
 from accelpatch.fusion.spread import (
-    OFFLOADED,
     ByModule,
     Sentinels,
     Spread,
@@ -32,11 +32,6 @@ from accelpatch.fusion.spread import (
 )  # fmt: skip
 from accelpatch.kernels.attention_shape import AttentionShape, Zeros
 from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
-from accelpatch.models.family import form_of
-from accelpatch.modules.experts import Experts
-from accelpatch.modules.gated_mlp import GatedMLP
-from accelpatch.modules.norm import ResidualNormLayer
-from accelpatch.modules.replacement import unchanged
 
 DTYPES = (torch.bfloat16, torch.float16)
 NONE: Mapping[int, str] = {}
@@ -54,11 +49,12 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
     dtype = decoder.embedding(torch.zeros(1, dtype=torch.int64, device=computes_on(decoder.embedding))).dtype
     spread, memory, reasons = spread_of(list(layers), decoder.embedding, head), Zeros(), dict(unfused)
     final, last = ends_of(decoder, spread, dtype)
-    if spread is not None and attention_facts.by_length(rotary):
+    if spread is not None and by_length(rotary):
         raise CannotFuse("layers on several devices, and rotary frequencies that change with the length")
+    described = [LayerDescription(layer) for layer in layers]
     shapes: dict[int, AttentionShape] = {}
     whole = frozenset(place for place, layer in enumerate(layers) if getattr(layer, "is_whole", False))
-    for place, layer in enumerate(layers):
+    for place, layer in enumerate(described):
         if place not in reasons and place not in whole:
             try:
                 shapes[place] = looked_at(layer, rotary, dtype, memory)
@@ -67,7 +63,7 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
     fused: list[FusedLayer | None] = [None] * len(layers)
     for place, shape in shapes.items():
         try:
-            fused[place] = fuse(layers[place], shape, rotary, dtype)
+            fused[place] = fuse(described[place], shape, rotary, dtype)
         except CannotFuse as error:
             reasons[place] = str(error)
     if not any(fused) and not whole:
@@ -75,13 +71,12 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
     made, blank = signalling(fused, dtype, computes_on(decoder.norm), spread)
     return FusedModel(
         weakref.ref(decoder.module), dtype, decoder.embedding, made, reasons, final, last, blank,
-        attention_facts.logit_cap(model), attention_facts.embedding_multiplier(model),
-        attention_facts.logit_divisor(model), positions=decoder.positions,
-        by_length=attention_facts.by_length(rotary), whole=whole, spread=spread,
+        decoder.logit_cap, decoder.embedding_multiplier, decoder.logit_divisor, positions=decoder.positions,
+        by_length=by_length(rotary), whole=whole, spread=spread,
     )  # fmt: skip
 
 
-def ends_of(decoder: Any, spread: Spread | None, dtype: torch.dtype) -> tuple[Any, Any]:
+def ends_of(decoder: Decoder, spread: Spread | None, dtype: torch.dtype) -> tuple[Any, Any]:
     """The last norm, on the head's device, and the head; where offloaded by their modules. Raises CannotFuse."""
     norm, head = decoder.norm, decoder.head
     final: Any = ByModule(norm) if is_offloaded(norm) else norm_of(norm, dtype)
@@ -109,57 +104,21 @@ def signalling(
     return tuple(made), Sentinels(blank)
 
 
-def unfit(layer: Any) -> str | None:
-    """Why a layer's modules do not compute what a fused layer does; None where they do."""
-    if offloaded_inside(layer):
-        return OFFLOADED
-    if not isinstance(layer, ResidualNormLayer):
-        return "it is not a replaced Llama-like layer"
-    mlp, plain = layer_facts.mlp_of(layer), layer_facts.has_plain_mlp(layer)
-    sparse = layer_facts.sparse_of(layer)
-    if sparse is not None and not isinstance(getattr(mlp, sparse.experts), Experts):
-        return "its experts were not replaced"
-    if sparse is None and not plain and not isinstance(mlp, GatedMLP):
-        return "its MLP was not replaced"
-    if not (unchanged(layer) and (plain or sparse is not None or unchanged(mlp))):
-        return "a module that is fused into another was changed"
-    attention = layer_facts.attention_of(layer)
-    return layer_facts.other_code(layer) or layer_facts.why_not(layer) or attention_facts.why_not(attention)
-
-
-def looked_at(layer: Any, rotary: Any, dtype: torch.dtype, memory: Zeros) -> AttentionShape:
+def looked_at(layer: LayerDescription, rotary: Any, dtype: torch.dtype, memory: Zeros) -> AttentionShape:
     """The AttentionShape of a layer that can be fused; nothing moves. Raises CannotFuse for any other layer."""
-    if reason := unfit(layer):
+    if reason := layer.changed():
         raise CannotFuse(reason)
     for module in linears_of(layer):
         checked(module, dtype)
     shape = attention_shape(layer, rotary, dtype, memory)
-    for norm in norms_of(layer):
-        if norm is not None:
-            norm_of(norm, dtype)
-    multiplier_of(layer)
+    for norm in layer.norms.values():
+        norm_of(norm, dtype)
     return shape
 
 
-def norms_of(layer: ResidualNormLayer) -> tuple[Any, Any, Any, Any]:
-    """The norms before and after attention, and before and after the MLP; None where the layer has none."""
-    before, after, inner, last = map(layer.norm, ("attention_norm", "after_attention", "mlp_norm", "after_mlp"))
-    return before, after, inner, last
-
-
-def multiplier_of(layer: Any) -> float:
-    """By what a layer multiplies its branches before it adds them. Raises CannotFuse where its form is not known."""
-    form = form_of(layer)
-    if form is None:
-        raise CannotFuse("its form is not known")
-    return 1.0 if form.multiplier is None else float(getattr(layer, form.multiplier))
-
-
-def linears_of(layer: Any) -> tuple[Any, ...]:
+def linears_of(layer: LayerDescription) -> tuple[Any, ...]:
     """All linear layers of attention and MLP. Raises CannotFuse where one is missing."""
-    inner = () if layer_facts.sparse_of(layer) is not None else (layer_facts.INNER, layer_facts.LAST)
-    places = (layer_facts.QKV, (("o_proj",),), *inner)
-    found = [layer_facts.linears(layer, *forms) for forms in places]
+    found = [layer.qkv, layer.output, *(() if layer.sparse is not None else (layer.inner, layer.last))]
     if not all(found):
         raise CannotFuse("a linear layer of its attention or MLP is missing")
     return tuple(module for modules in found for module in modules)
@@ -181,32 +140,32 @@ def one(module: Any, dtype: torch.dtype) -> FusedLinear | Adapted:
     return with_adapters(fused_linear(base_of(module), dtype), (module,), dtype)
 
 
-def fuse(layer: Any, shape: AttentionShape, rotary: Any, dtype: torch.dtype) -> FusedLayer:
+def fuse(layer: LayerDescription, shape: AttentionShape, rotary: Any, dtype: torch.dtype) -> FusedLayer:
     """The fused layer of one decoder layer; concatenates neighbouring weights."""
-    before, after, inner, last = (None if norm is None else norm_of(norm, dtype) for norm in norms_of(layer))
-    form, parts, (o,) = form_of(layer), layer_facts.qkv_of(layer), layer_facts.linears(layer, ("o_proj",))
+    norms, form = {place: norm_of(norm, dtype) for place, norm in layer.norms.items()}, layer.form
     assert form is not None
+    before, after, inner = (norms.get(place) for place in ("attention_norm", "after_attention", "mlp_norm"))
     if inner is not None and form.mlp_norm == form.attention_norm:
         inner = before
-    qkv = with_adapters(concatenated_linear([base_of(part) for part in parts], dtype), parts, dtype)
+    qkv = with_adapters(concatenated_linear([base_of(part) for part in layer.qkv], dtype), layer.qkv, dtype)
+    (o,), query_key = layer.output, prepared(layer, rotary, dtype)
     fused: FusedLayer
-    if layer_facts.sparse_of(layer) is not None:
+    if layer.sparse is not None:
         absent: Any = None  # gate, up and down are the experts'
         fused = FusedSparseLayer(
-            qkv, before, shape, one(o, dtype), absent, inner, None, absent, after, None, prepared(layer, rotary, dtype),
-            by_head=layer_facts.by_head(layer), sparse=sparse_mlp(layer, dtype),
+            qkv, before, shape, one(o, dtype), absent, inner, None, absent, after, None, query_key,
+            by_head=layer.family.by_head, sparse=sparse_mlp(layer, dtype),
         )  # fmt: skip
     else:
-        plain, activation = layer_facts.has_plain_mlp(layer), layer_facts.activation_of(layer)
-        halves, (down,) = layer_facts.inner_of(layer), layer_facts.linears(layer, *layer_facts.LAST)
-        inputs = [base_of(half) for half in halves]
+        (down,) = layer.last
+        plain, activation, inputs = layer.plain, layer.activation, [base_of(half) for half in layer.inner]
         both = with_adapters(
-            concatenated_linear(inputs, dtype) if plain else gated_linear(inputs, dtype, activation), halves, dtype
+            concatenated_linear(inputs, dtype) if plain else gated_linear(inputs, dtype, activation), layer.inner, dtype
         )
         fused = FusedLayer(
             qkv, before, shape, one(o, dtype), replace(both, activation=activation) if plain else both, inner,
-            None if plain else activation, one(down, dtype), after, last, prepared(layer, rotary, dtype),
-            multiplier_of(layer), bool(form.parallel), layer_facts.by_head(layer),
+            None if plain else activation, one(down, dtype), after, norms.get("after_mlp"), query_key,
+            layer.multiplier, bool(form.parallel), layer.family.by_head,
         )  # fmt: skip
     if shape.inv_freq.is_cuda:  # freed parts are too small for the next layer's concatenated weight
         torch.cuda.empty_cache()

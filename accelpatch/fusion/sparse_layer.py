@@ -9,15 +9,14 @@ more, which sort them by expert. Nothing waits for the host: which experts run i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from accelpatch.fusion import layer_facts
 from accelpatch.fusion.call import Call
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_layer import FusedLayer, _input_of
+from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS
 from accelpatch.kernels.layouts.row_major import Plain
 from accelpatch.kernels.ops.experts.choose_experts import choose_experts
@@ -76,15 +75,15 @@ class FusedSparseLayer(FusedLayer):
         return self.sparse(normal, total), None
 
 
-def sparse_mlp(layer: Any, dtype: torch.dtype) -> SparseMLP:
+def sparse_mlp(layer: LayerDescription, dtype: torch.dtype) -> SparseMLP:
     """The router and the experts of a layer. Raises CannotFuse."""
-    form, mlp = layer_facts.sparse_of(layer), layer_facts.mlp_of(layer)
+    form = layer.sparse
     assert form is not None
-    router = getattr(mlp, form.router)
+    router = getattr(layer.mlp, form.router)
     if router.weight.dtype != dtype or not router.weight.is_contiguous():
         raise CannotFuse(f"its router is {router.weight.dtype}, or is not contiguous")
     normalise = form.normalise if isinstance(form.normalise, bool) else bool(getattr(router, form.normalise))
     chosen = int(getattr(router, form.chosen))
-    experts: Experts = getattr(mlp, form.experts)
+    experts: Experts = layer.experts
     routed = experts.why_not_routed(chosen, dtype) is None
     return SparseMLP(FusedLinear(Plain(router.weight)), experts, chosen, normalise, form.narrow, routed)

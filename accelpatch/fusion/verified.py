@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.fusion import layer_facts
 from accelpatch.fusion.cache_name import layer_argument
 from accelpatch.fusion.decoder import layers_of
 from accelpatch.fusion.fused_model import FusedModel
+from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.fusion.native_model import NativeModel
 from accelpatch.fusion.spread import computes_on
 from accelpatch.fusion.static_call import PromptCall, StepCall
@@ -83,7 +83,7 @@ def layer_errors(
             own.append((made[kept], rows.modules[kept]))
             original.append((made[kept], rows.original[kept]))
             if units_apart(own[-1:]) > least:
-                seeds = range(DRAWS if layer_facts.sparse_of(layer) is None else SPARSE_DRAWS)
+                seeds = range(DRAWS if LayerDescription(layer).sparse is None else SPARSE_DRAWS)
                 draws = (_output(layer, _one_rounding_away(call, seed))[kept] for seed in seeds)
                 moved += [units_apart([(draw, rows.modules[kept])]) for draw in draws]
     if not own:

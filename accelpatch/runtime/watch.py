@@ -13,7 +13,7 @@ from torch.nn.modules import module as torch_module
 from accelpatch import own_code
 from accelpatch.fusion.adapters import is_adapter, state_of
 from accelpatch.fusion.decoder import layers_in
-from accelpatch.fusion.layer_facts import other_code, other_code_over_cache
+from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.fusion.spread import is_offloaded, moves_only, offloaded_inside
 from accelpatch.modules.quantized_module import quantised_in, take_over
 from accelpatch.modules.replacement import OWN_HOOK
@@ -50,8 +50,9 @@ class Watch:
         modules = [module for module in everything if not is_offloaded(module)]  # their tensors come and go
         inner = [module for module in everything if module is not model]
         layers = layers_in(model)
-        loose = [offloaded_inside(layer) or other_code(layer) is not None for layer in layers]
-        self.other_code = next(filter(None, map(other_code_over_cache, layers)), None)
+        described = [LayerDescription(layer) for layer in layers]
+        loose = [offloaded_inside(one.layer) or one.other_code is not None for one in described]
+        self.other_code = next(filter(None, (one.other_code_over_cache for one in described)), None)
         self.uncaptured = [place for place, is_loose in enumerate(loose) if is_loose]
         self._hf_hooks = [(vars(m), vars(m)["_hf_hook"]) for m in inner if "_hf_hook" in vars(m)]
         self._layers = [hook_tables(layer.modules()) for layer in layers]

@@ -16,7 +16,8 @@ import accelpatch
 from accelpatch.device import KNOWN
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_model import FUSED
-from accelpatch.fusion.read_layers import fused_model, unfit
+from accelpatch.fusion.layer_description import LayerDescription
+from accelpatch.fusion.read_layers import fused_model
 from accelpatch.fusion.sparse_layer import FusedSparseLayer
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.cpu import native_library
@@ -156,7 +157,7 @@ def test_a_block_with_a_forward_of_its_own_is_not_fused() -> None:
 
     model = patched("mixtral", "int8")
     model.model.layers[0].mlp = Other()
-    assert unfit(model.model.layers[0]) is not None
+    assert LayerDescription(model.model.layers[0]).changed() is not None
     with pytest.raises(CannotFuse):
         fused_model(model, {1: "another reason"})
 

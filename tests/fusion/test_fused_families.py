@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import accelpatch
-from accelpatch.fusion import attention_facts, fused_weights, layer_facts
+from accelpatch.fusion import fused_weights, rotary
 from accelpatch.fusion.fused_model import FUSED
+from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.fusion.read_layers import fused_model
 from accelpatch.kernels.cpu import native_library
 from accelpatch.recipe.recipe import parse
@@ -109,7 +110,7 @@ _LONGROPE = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(not attention_facts.IN_PLACE, reason="transformers before 5.23 replaces the frequencies")
+@pytest.mark.skipif(not rotary.IN_PLACE, reason="transformers before 5.23 replaces the frequencies")
 @pytest.mark.parametrize(("length", "new", "captured"), [(9, 8, True), (9, 9, False), (16, 5, False), (17, 12, True)])
 def test_longrope_is_captured_on_either_side_of_its_turn(length: int, new: int, captured: bool) -> None:
     model = CAUSAL["phi3"].make(rope_parameters=_LONGROPE, original_max_position_embeddings=16)
@@ -207,7 +208,7 @@ def test_a_gate_and_its_up_lie_paired_once(form: str) -> None:
     with torch.no_grad():
         fused = fused_model(model)
     for layer, before in zip(model.model.layers, plain.model.layers, strict=True):
-        halves, others = layer_facts.inner_of(layer), layer_facts.inner_of(before)
+        halves, others = LayerDescription(layer).inner, LayerDescription(before).inner
         assert [half.layout.part for half in halves] == (["gate", "up"] if len(halves) == 2 else ["both"])
         assert len({half.layout.w.data_ptr() for half in halves}) == 1
         assert halves[0].layout.w.numel() == sum(other.layout.w.numel() for other in others)

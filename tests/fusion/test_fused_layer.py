@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 import accelpatch
 from accelpatch.errors import KernelError
-from accelpatch.fusion import layer_facts, static_call
+from accelpatch.fusion import static_call
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_model import FUSED
+from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.fusion.read_layers import fused_model
 from accelpatch.kernels.cpu import native_library
 from accelpatch.modules.packed_weight import PackedWeight
@@ -96,7 +97,8 @@ def storages(model: Any) -> list[list[int]]:
     """Where q, k, v and gate, up of each layer lie."""
     found = []
     for layer in model.model.layers:
-        for group in (layer_facts.qkv_of(layer), layer_facts.inner_of(layer)):
+        described = LayerDescription(layer)
+        for group in (described.qkv, described.inner):
             weights = [m.layout.w if hasattr(m, "layout") else m.weight for m in group]
             found.append([weight.untyped_storage().data_ptr() for weight in weights])
     return found

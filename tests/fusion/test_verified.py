@@ -14,7 +14,8 @@ from torch import Tensor
 import accelpatch
 from accelpatch.device import probe
 from accelpatch.errors import PatchError, VerifyError
-from accelpatch.fusion import attention_facts, native_model, read_layers, static_call
+from accelpatch.fusion import native_model, read_layers, static_call
+from accelpatch.fusion.attention_description import AttentionDescription
 from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
 from accelpatch.recipe.recipe import load, parse
@@ -94,7 +95,7 @@ def test_a_native_step_that_is_wrong_is_found(recipe: str, monkeypatch: pytest.M
     def wrong(layer: Any, *given: Any) -> Any:
         seen.append(1)
         weights = stock(layer, *given)
-        return replace(weights, window=3) if layer.self_attn.layer_idx == BAD else weights
+        return replace(weights, window=3) if layer.attention.module.layer_idx == BAD else weights
 
     monkeypatch.setattr(native_model, "layer_weights", wrong)
     assert_one_layer_is_out(accelpatch.patch(made(), recipe))
@@ -103,7 +104,7 @@ def test_a_native_step_that_is_wrong_is_found(recipe: str, monkeypatch: pytest.M
 
 @native
 def test_a_softcap_that_the_modules_do_not_apply_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_facts, "score_cap", lambda attention: 0.5)
+    monkeypatch.setattr(AttentionDescription, "score_cap", 0.5)
     model = accelpatch.patch(CAUSAL["gemma3"].make(), "int8")
     assert not any(site.fused for site in layers(model))
     model.generate(**full_batch(), **GREEDY)
@@ -112,7 +113,7 @@ def test_a_softcap_that_the_modules_do_not_apply_is_found(monkeypatch: pytest.Mo
 
 @native
 def test_an_error_where_the_recipe_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_facts, "score_cap", lambda attention: 0.5)
+    monkeypatch.setattr(AttentionDescription, "score_cap", 0.5)
     recipe = load("int8")
     recipe = replace(recipe, verify=replace(recipe.verify, on_failure="error"))
     model = CAUSAL["gemma3"].make()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.fusion.layer_facts import other_code
+from accelpatch import own_code
 from accelpatch.fusion.spread import device_of
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.operation import is_eager
@@ -117,7 +117,7 @@ class CapturedCalls:
         self._seen: Counter[Key] = Counter()
         self._held: OrderedDict[Key, CapturedCall] = OrderedDict()
         self._unfit: set[Key] = set()
-        self._known = other_code(model) is None  # which may have side effects
+        self._known = own_code.why_not_in(model.modules()) is None  # which may have side effects
 
     def of(self, given: Mapping[str, Any], device: torch.device) -> CapturedCall | str | None:
         """The graph of a call, captured once the call has come often enough.

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelpatch import own_code
 from accelpatch.errors import KernelError
 from accelpatch.fusion.cached import Cached
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_model import FUSED, FusedModel
-from accelpatch.fusion.layer_facts import other_code
 from accelpatch.fusion.read_layers import fused_model
 from accelpatch.fusion.spread import computes_on, device_of, several_devices
 from accelpatch.runtime.graphs.captured_batch import Batch, Drafts, GraphOf
@@ -215,7 +215,7 @@ class CapturedModel:
                     self.fused, self.why_not_fused = None, f"{type(error).__name__}: {first_line(error)}"
             if watched or several_devices(model):  # whose hooks a graph of the modules would not call
                 raise NotCaptured(self.why_not_fused or f"{rows} rows")
-            if (reason := other_code(model)) is not None:
+            if (reason := own_code.why_not_in(model.modules())) is not None:
                 raise NotCaptured(reason)
             try:
                 return CapturedStep(model, batch, self._shapes, capacity, self.graph(device))

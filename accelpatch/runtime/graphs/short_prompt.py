@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelpatch.fusion import layer_facts
 from accelpatch.fusion.decoder import layers_of
 from accelpatch.fusion.fused_model import FusedModel
+from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.runtime.graphs.captured_batch import GraphOf
 from accelpatch.runtime.graphs.captured_graph import Graph
@@ -75,7 +75,7 @@ def captured_tokens(fused: FusedModel) -> int:
     """The most rows x length of a prompt that is captured; none where a layer runs code of others, which may look at
     the padding, or ask the cache for its length."""
     layers = layers_of(fused.decoder())
-    if fused.in_parts or any(layer_facts.other_code(layers[place]) for place in fused.unfused):
+    if fused.in_parts or any(LayerDescription(layers[place]).other_code for place in fused.unfused):
         return 0
     return INT8_TOKENS if fused.int8_activations else CAPTURED_TOKENS
 

@@ -1,0 +1,64 @@
+"""The rotary embedding of a decoder: which kinds fast paths apply, and its frequencies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+
+from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.models.family import STATIC_ROPE, family_of_class
+from accelpatch.modules.rotary import FusedRotaryEmbedding
+
+LONGROPE = "longrope"
+IN_PLACE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)  # writes of longrope's frequencies
+
+
+def rotary_why_not(rotary: Any) -> str | None:
+    """Why a model's rotary embedding is not one that fused layers apply; None where it is."""
+    if isinstance(rotary, FusedRotaryEmbedding):
+        return None
+    if by_length(rotary):
+        return None if IN_PLACE else "transformers before 5.23 puts other frequencies into its rotary embedding"
+    family = family_of_class(rotary, "RotaryEmbedding")
+    if family is None or family.rotary is None or not family.rotary.tables:
+        return "its rotary embedding was not replaced"
+    kind = getattr(rotary, "rope_type", None)
+    return None if kind in STATIC_ROPE else f"its rope type is {kind}"
+
+
+def by_length(rotary: Any) -> bool:
+    """Whether a rotary embedding of a known family chooses between two sets of frequencies by the length (longrope)."""
+    known = family_of_class(rotary, "RotaryEmbedding") is not None
+    return known and getattr(rotary, "rope_type", None) == LONGROPE
+
+
+def planned_by_length(config: Any) -> bool:
+    """The same of a configuration."""
+    return parameters(config).get("rope_type") == LONGROPE
+
+
+def fraction(config: Any) -> float:
+    """The fraction of a head's columns that get the rotary embedding, by a configuration."""
+    said = parameters(config).get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
+    return float(said or 1.0)
+
+
+def parameters(config: Any) -> dict[str, Any]:
+    """What a configuration says of the rotary embedding."""
+    return getattr(config, "rope_parameters", None) or {}
+
+
+def rope(rotary: nn.Module, kind: str) -> tuple[Tensor, float]:
+    """(inv_freq, attention scaling) of a replaced rotary embedding for layers of a type. Raises CannotFuse."""
+    prefix = "" if one_rope(rotary) else f"{kind}_"
+    frequencies = getattr(rotary, f"{prefix}inv_freq", None)
+    if frequencies is None:
+        raise CannotFuse(f"its rotary embedding has no {prefix}inv_freq")
+    return frequencies, float(getattr(rotary, f"{prefix}attention_scaling"))
+
+
+def one_rope(rotary: nn.Module) -> bool:
+    """Whether all layers share one set of rotary frequencies."""
+    return hasattr(rotary, "inv_freq")
