@@ -1,4 +1,4 @@
-"""README.md stays true: its commands run, its programs run, its plan and its layout are those of today.
+"""README.md and docs/commands.md stay true: their commands run, their programs run, their plan is that of today.
 
 The model behind the default's name and behind the hub's is a tiny random one; all else is as a reader has it.
 """
@@ -34,7 +34,8 @@ from accelpatch.recipe import quality
 from tests.cli.conftest import byte_tokenizer, save_model
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+README, COMMANDS = (ROOT / "README.md").read_text(), (ROOT / "docs/commands.md").read_text()
+PAGES = README + COMMANDS
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # What a reader brings along.
 FILES = {"notes.txt": "It was the best of times. " * 12, "script.py": "import sys\nprint(sys.argv[1:])\n"}
@@ -42,12 +43,12 @@ FILES = {"notes.txt": "It was the best of times. " * 12, "script.py": "import sy
 
 def blocks(language: str) -> list[str]:
     """The contents of the code fences of this language, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES, re.DOTALL | re.MULTILINE)
 
 
 def commands(program: str) -> list[str]:
     """The lines of the shell fences that call it."""
-    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    lines = dict.fromkeys(line for block in blocks("sh") for line in block.splitlines())
     return [line for line in lines if shlex.split(line)[0] == program]
 
 
@@ -97,11 +98,11 @@ def invoke(line: str) -> str:
 
 
 def test_every_fence_is_of_a_kind_that_is_tested() -> None:
-    assert len(re.findall(r"^```", README, re.MULTILINE)) == 2 * sum(
+    assert len(re.findall(r"^```", PAGES, re.MULTILINE)) == 2 * sum(
         len(blocks(language)) for language in ("sh", "python", "text")
     )
     known = [line for program in ("accelpatch", "make", "pip") for line in commands(program)]
-    assert sorted(known) == sorted(line for block in blocks("sh") for line in block.splitlines())
+    assert set(known) == {line for block in blocks("sh") for line in block.splitlines()}
 
 
 @pytest.fixture
@@ -130,7 +131,7 @@ def test_commands(line: str) -> None:
 
 
 def test_the_table_has_every_command() -> None:
-    listed = re.findall(r"^\| `(\w+)` \|", README.partition("## Commands")[2].partition("## What is")[0], re.MULTILINE)
+    listed = re.findall(r"^\| `(\w+)` \|", COMMANDS, re.MULTILINE)
     shown = {shlex.split(line)[1] for line in commands("accelpatch")}
     names = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
     if None in names:
@@ -183,7 +184,7 @@ def test_the_plan() -> None:
     (line,) = [line for line in commands("accelpatch") if "plan smollm2" in line]
     shown = block_with("model.rotary_emb").splitlines()
     _, fused, _, *printed = invoke(line).splitlines()
-    assert f'"{fused}"' in README.replace("\n", " ")
+    assert f'"{fused}"' in COMMANDS.replace("\n", " ")
     cut = shown[0].rindex("after") + len("after")
     cropped = [text if text.startswith("bytes") else text[:cut].rstrip() for text in printed]
     assert shown == cropped[: len(shown)]
@@ -235,17 +236,14 @@ def test_the_known_figures_are_those_of_the_table() -> None:
     )
 
 
-def test_the_layout() -> None:
-    folder = ROOT
-    for line in block_with("device.py").splitlines():
-        name = line.split()[0]
-        folder = ROOT / "accelpatch" if line.startswith("  ") else ROOT
-        assert (folder / name).exists(), name
-        assert (folder / name).is_dir() == name.endswith("/"), name
-
-
 def test_links() -> None:
     found = re.findall(r"\]\(([^)]+)\)", README)
     assert {"docs/replacers.md", "docs/benchmarks.md", "docs/kernels.md", "LICENSE"} <= set(found)
     for target in found:
-        assert (ROOT / target).is_file(), target
+        assert (ROOT / target).exists(), target
+    for target in re.findall(r"\]\(([^)]+)\)", COMMANDS):
+        assert (ROOT / "docs" / target).exists(), target
+
+
+def test_the_length() -> None:
+    assert README.count("\n") <= 150

@@ -1,8 +1,7 @@
 """Model families as data: everything that differs from family to family. No other file names a model's classes.
 
-To add a family, add a row to `FAMILIES` (roles, and what its layers compute), a tiny model of it to
-tests/support/tiny.py, and run tests/models/test_families.py. Roles in a model of an unknown family come from its
-modules' classes alone. Look-ups are in family.py.
+To add one: docs/contributing/add-a-family.md. Roles in a model of an unknown family come from its modules' classes
+alone. Look-ups are in family.py.
 """
 
 from __future__ import annotations

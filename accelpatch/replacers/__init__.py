@@ -1,6 +1,6 @@
 """The registry of replacers: a literal table, and the decorator that adds a user's own.
 
-To add one to accelpatch: a file here (what it builds is in modules/), and a row of BUILT_IN.
+To add one to accelpatch: docs/contributing/add-a-replacer.md.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant import codebook, int4, int8
 from accelpatch.replacers.proposing import KernelReplacer
-from accelpatch.replacers.weight_only import CPU_LIBRARY, dividing, mxfp4_scale_bytes, slower
+from accelpatch.replacers.weight_only import CPU_LIBRARY, dividing, slower, stored_bytes
 
 NATIVE, HIP, TRITON = "cpu", "hip", "triton"
 Shapes = dict[str, tuple[int, int]]  # weight -> (N, K) of an expert
@@ -106,7 +106,7 @@ class _QuantizedExperts(KernelReplacer):
 
     def scale_bytes(self, kernel: str) -> int:
         """Bytes of a scale as a kernel reads it."""
-        return self.dtypes[0].itemsize
+        return stored_bytes(self.dtypes[0], kernel)
 
     def quantized(self, weight: Tensor, group: int, choice: Choice) -> Int8Rows | Int4Rows:
         """One expert's matrix [N, K] in the format."""
@@ -244,9 +244,6 @@ class MXFP4Experts(_QuantizedExperts):
 
     name = "mxfp4_experts"
     bits, wanted, fixed, dtypes, kind = 4, [MXFP4_GROUP], MXFP4_GROUP, (E8M0,), "e2m1"
-
-    def scale_bytes(self, kernel: str) -> int:
-        return mxfp4_scale_bytes(kernel)
 
     def quantized(self, weight: Tensor, group: int, choice: Choice) -> Int8Rows | Int4Rows:
         return codebook.quantize(weight, group_size=group, codebook=self.kind)

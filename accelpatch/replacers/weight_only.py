@@ -143,7 +143,7 @@ class WeightOnly(LinearReplacer):
 
     def scale_bytes(self, detail: Mapping[str, Any], kernel: str) -> int:
         """Bytes of a group's scale and offset as a kernel reads them."""
-        return self.dtypes[0].itemsize
+        return stored_bytes(self.dtypes[0], kernel)
 
     def of_matrix(self, site: Site, n: int, k: int, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         wanted, per_byte = options.get("group_size", self.wanted), PER_BYTE[self.op]
@@ -274,18 +274,15 @@ class MXFP4WeightOnly(NF4WeightOnly):
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {}
     wanted, dtypes, codes = MXFP4_GROUP, (E8M0,), "e2m1"
 
-    def scale_bytes(self, detail: Mapping[str, Any], kernel: str) -> int:
-        return mxfp4_scale_bytes(kernel)
-
 
 FORMATS: tuple[type[WeightOnly], ...] = (
     Int8WeightOnly, Int4WeightOnly, NF4WeightOnly, FP4WeightOnly, MXFP4WeightOnly
 )  # fmt: skip
 
 
-def mxfp4_scale_bytes(kernel: str) -> int:
-    """Bytes of a scale of MXFP4: 16-bit floats, which hold them exactly, in tiles and in packs."""
-    return 2 if kernel in (NATIVE, HIP) else 1
+def stored_bytes(scale: torch.dtype, kernel: str) -> int:
+    """Bytes of a scale as a kernel reads it: tiles and packs have no scales of 8 bits."""
+    return max(scale.itemsize, 2 if kernel in (NATIVE, HIP) else 1)
 
 
 def dividing(wanted: int | list[int | None] | None, k: int) -> list[int]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from accelpatch.kernels.arguments import check_scale, require
 from accelpatch.kernels.codebooks import CODEBOOKS, E8M0
 from accelpatch.kernels.codebooks import scale_dtype as dtype_of
+from accelpatch.kernels.compiling.gpu_libraries import CODES
 from accelpatch.kernels.layouts import tiling
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.layouts.row_major import Int4Rows, kind_of
@@ -161,6 +162,8 @@ def gemv_of(group: int) -> str:
 def unfit(k: int, group: int, scale_dtype: torch.dtype | None, codes: str = "") -> str | None:
     """Why a weight has no tiles; None where it has. codes: the name of a codebook, or an offset's kind."""
     if codes in CODEBOOKS:
+        if codes not in CODES:
+            return f"no GPU kernel has the table {codes}"
         sizes, wanted = (32,) if codes == "e2m1" else (32, 64), dtype_of(codes)
         if group not in sizes or k % group or k <= group:
             return f"its groups are {' or '.join(map(str, sizes))} of a longer row, not {group} of {k}"

@@ -113,3 +113,10 @@ def test_gate_and_up_of_e2m1_come_apart() -> None:
 def test_what_is_no_e2m1_of_tiles(scale: torch.Tensor, message: str) -> None:
     with pytest.raises(KernelError, match=message):
         Tiles.pack(torch.zeros(16, 128, dtype=torch.int8), scale, codes="e2m1")
+
+
+def test_a_codebook_without_a_gpu_kernel_has_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that only torch and the CPU read: a plan for a GPU says so."""
+    monkeypatch.setitem(CODEBOOKS, "log4", CODEBOOKS["fp4"])
+    assert int4_tiles.unfit(128, 32, torch.float32, "log4") == "no GPU kernel has the table log4"
+    assert int4_tiles.unfit(128, 32, torch.float32, "fp4") is None

@@ -1,0 +1,116 @@
+"""examples/: each program runs as its first lines say, on tiny models."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import runpy
+import sys
+import threading
+import urllib.request
+from http.server import HTTPServer
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from accelpatch.cli import app
+from tests.cli.conftest import byte_tokenizer, save_model
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+GPTQ = ROOT / "tests" / "fixtures" / "foreign" / "gptq-4bit-g32"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("examples") / "tiny", tokenizer=byte_tokenizer()))
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run(name: str, *words: str) -> None:
+    """In this process, as `python examples/NAME WORDS`."""
+    before, sys.argv = sys.argv, [name, *words]
+    try:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    finally:
+        sys.argv = before
+
+
+def answer(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out
+
+
+def test_quantise_and_chat(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nAnd now?\n\n"))
+    run("quantise_and_chat.py", tiny, "--recipe", "int8", "--tokens", "4")
+    printed = answer(capsys)
+    assert "modules replaced; failures of verification: none" in printed
+    assert printed.count("> ") == 3
+    assert all(printed.split("> ")[1:3])
+
+
+def test_your_own_script(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It does not know the package, and prints what it prints without it."""
+    words = ["--model", tiny, "--tokens", "4"]
+    run("your_own_script.py", *words)
+    plain = answer(capsys)
+    tree = ast.parse((EXAMPLES / "your_own_script.py").read_text())
+    assert {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names} == {
+        "argparse", "torch",
+    }  # fmt: skip
+    found = CliRunner().invoke(app, ["exec", "--recipe", "exact", str(EXAMPLES / "your_own_script.py"), *words])
+    assert found.exit_code == 0, found.output
+    assert found.stdout == plain
+    assert f"accelpatch: {tiny} patched with exact: " in found.stderr
+
+
+def test_lora_on_int4(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft", reason="PEFT is not installed: pip install 'accelpatch[peft]'")
+    run("lora_on_int4.py", tiny, "--steps", "30", "--out", "adapter")
+    with_it, without = (float(line.split(": ")[-1]) for line in answer(capsys).splitlines() if line.startswith("int4"))
+    assert with_it < without - 0.1
+    assert Path("adapter/adapter_model.safetensors").is_file()
+
+
+def test_gptq_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    vocabulary = json.loads((GPTQ / "config.json").read_text())["vocab_size"]
+    byte_tokenizer(vocabulary - 3).save_pretrained("tokenizer")
+    run("gptq_checkpoint.py", str(GPTQ), "--tokenizer", "tokenizer", "--prompt", "!!", "--tokens", "3")
+    printed = answer(capsys)
+    assert printed.count("int4_weight_only") >= 7
+    assert "!!" in printed.splitlines()[-1]
+
+
+def test_serve(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request and its answer; `--port 0` is any free port."""
+    got: list[dict[str, str]] = []
+
+    def once(server: HTTPServer) -> None:
+        def ask() -> None:
+            asked = json.dumps({"prompt": "Hello", "max_new_tokens": 4}).encode()
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}", asked, timeout=60) as reply:
+                got.append(json.load(reply))
+
+        client = threading.Thread(target=ask)
+        client.start()
+        server.handle_request()
+        client.join()
+        server.server_close()
+
+    monkeypatch.setattr(HTTPServer, "serve_forever", once)
+    run("serve.py", tiny, "--recipe", "int4", "--port", "0")
+    assert len(got) == 1
+    assert got[0]["text"]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_each_is_short_and_tested(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 50
+    assert f"def test_{path.stem}(" in Path(__file__).read_text()
+    assert f"examples/{path.name}" in (ast.get_docstring(ast.parse(path.read_text())) or "")
