@@ -40,7 +40,7 @@ from accelpatch.bench.generate import Shape, prompt_ids
 from accelpatch.bench.read_limit import read_limit
 from accelpatch.bench.timing import once, synchronize
 from accelpatch.models import load
-from accelpatch.runtime.graphs.captured_step import CAPTURED
+from accelpatch.runtime.graphs.step import CAPTURED
 
 SHORT = 16  # tokens of the short answer: past the first steps, which may find things cold
 ROWS = 14  # of the profile's table

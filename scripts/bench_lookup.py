@@ -40,11 +40,10 @@ import accelpatch
 from accelpatch.bench.timing import once
 from accelpatch.models import load
 from accelpatch.recipe.recipe import Runtime
-from accelpatch.runtime.generation.captured_lookup import ACCEPTED, STEPS
 from accelpatch.runtime.generation.patched_model import RUNTIME, new_runtime
-from accelpatch.runtime.generation.prompt_lookup import DRAFTS, PromptLookup
-from accelpatch.runtime.graphs.captured_cache import cache_of
-from accelpatch.runtime.graphs.captured_step import CAPTURED
+from accelpatch.runtime.generation.speculation import ACCEPTED, DRAFTS, STEPS, PromptLookup
+from accelpatch.runtime.graphs.kv_cache import cache_of
+from accelpatch.runtime.graphs.step import CAPTURED
 
 SHORT = 16  # tokens of the short answer
 TRIES = 20  # prompts that are tried for an answer that repeats nothing

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from accelpatch.bench.timing import Timing, once, timing
 from accelpatch.errors import AccelpatchError
-from accelpatch.runtime.graphs.captured_cache import cache_of
+from accelpatch.runtime.graphs.kv_cache import cache_of
 
 FEW = 4  # tokens of the warm-up of a slow model: by then each kernel has run
 Progress = Callable[[int, int, float | None], None]

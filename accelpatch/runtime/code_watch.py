@@ -23,7 +23,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from accelpatch import own_code
 from accelpatch.modules import attention_settings as attention
 from accelpatch.own_code.wrapped_forward import bind_wrapped
-from accelpatch.runtime.generation.sampler import CRITERIA, SUPPRESSING, WARPERS
+from accelpatch.runtime.graphs.sampler import CRITERIA, SUPPRESSING, WARPERS
 
 CODE = "_accelpatch_code"  # the attribute of a patched model, and of the models inside it, that holds its CodeWatch
 # The methods of generation that the loops over fast steps stand for.

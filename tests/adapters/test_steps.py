@@ -20,11 +20,11 @@ from accelpatch.fusion.fused_model import FUSED
 from accelpatch.fusion.read_layers import fused_model
 from accelpatch.kernels.cpu import native_library
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs import captured_graph
-from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from accelpatch.runtime.graphs.captured_runtime import STATES
-from accelpatch.runtime.graphs.captured_step import CAPTURED
-from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
+from accelpatch.runtime.graphs import capture
+from accelpatch.runtime.graphs.capture import EagerGraph
+from accelpatch.runtime.graphs.model_graphs import STATES
+from accelpatch.runtime.graphs.prefill import FUSED_PROMPT
+from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.lora import RECIPES, adapted, both_orders, config
 from tests.support.steps import inner, logits, stock
 from tests.support.tiles import with_tiles
@@ -36,7 +36,7 @@ STEPS = 12
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    monkeypatch.setitem(capture.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
     with_tiles(monkeypatch)
 
@@ -115,7 +115,7 @@ def test_few_states_are_kept() -> None:
     for number in range(STATES + 3):
         model.set_adapter(f"a{number}")
         model.generate(**full_batch(), max_new_tokens=3)
-    assert len(runtime(model)._others) == STATES
+    assert len(runtime(model)._states._others) == STATES
 
 
 def test_weights_of_an_adapter_that_change_are_seen() -> None:
@@ -205,7 +205,7 @@ def test_weights_that_are_laid_together_later_leave_no_old_graph() -> None:
     assert_like_the_modules(model)  # captured over modules: nothing was laid together
     with model.disable_adapter():
         assert_like_the_modules(model)
-    assert runtime(model)._others == {}
+    assert runtime(model)._states._others == {}
     assert_like_the_modules(model)
 
 

@@ -28,8 +28,8 @@ from accelpatch.modules import quantized_experts
 from accelpatch.modules.quantized_experts import PARTS, QuantizedExperts
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs import captured_graph
-from accelpatch.runtime.graphs.captured_graph import EagerGraph
+from accelpatch.runtime.graphs import capture
+from accelpatch.runtime.graphs.capture import EagerGraph
 from tests.kernels.hip.simt_emulator import ATTENTION, COMPILER, compiled
 from tests.support.interpreted import DEVICE
 from tests.support.steps import assert_float_rule, logits, silence
@@ -76,7 +76,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
     monkeypatch.setattr(binding, "stream_of", lambda x: None)
     monkeypatch.setattr(FusedLinear, "_by_operations", call)
     monkeypatch.setattr(static_call, "decode_attention_", attention.decode_attention_)
-    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    monkeypatch.setitem(capture.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
     return names
 

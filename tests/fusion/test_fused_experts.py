@@ -26,10 +26,10 @@ from accelpatch.modules.quantized_experts import QuantizedExperts
 from accelpatch.recipe.recipe import parse
 from accelpatch.replacers.experts import FloatExpertsReplacer
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs import captured_graph
-from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from accelpatch.runtime.graphs.captured_step import CAPTURED
-from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
+from accelpatch.runtime.graphs import capture
+from accelpatch.runtime.graphs.capture import EagerGraph
+from accelpatch.runtime.graphs.prefill import FUSED_PROMPT
+from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.tiles import with_tiles
 from tests.support.tiny import CAUSAL, EXPERTS, full_batch, padded_batch, snapshot
 
@@ -52,7 +52,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     original = FloatExpertsReplacer.propose
     monkeypatch.setattr(FloatExpertsReplacer, "propose", propose)
     monkeypatch.setattr(launch, "_installed", lambda: True)
-    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    monkeypatch.setitem(capture.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
     with_tiles(monkeypatch)
 

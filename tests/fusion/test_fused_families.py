@@ -20,9 +20,9 @@ from accelpatch.fusion.read_layers import fused_model
 from accelpatch.kernels.cpu import native_library
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs import captured_graph
-from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from accelpatch.runtime.graphs.captured_step import CAPTURED
+from accelpatch.runtime.graphs import capture
+from accelpatch.runtime.graphs.capture import EagerGraph
+from accelpatch.runtime.graphs.step import CAPTURED
 from tests.fusion.test_fused_layer import apart
 from tests.support.spread import spread
 from tests.support.steps import assert_like_the_stock_loop
@@ -75,7 +75,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    monkeypatch.setitem(capture.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
     with_tiles(monkeypatch)
 
@@ -174,7 +174,7 @@ def planted(mutation: str, monkeypatch: pytest.MonkeyPatch) -> str:
         change(fused)
         return fused
 
-    monkeypatch.setattr("accelpatch.runtime.graphs.captured_model.fused_model", changed)
+    monkeypatch.setattr("accelpatch.runtime.graphs.model_graphs.fused_model", changed)
     return form
 
 

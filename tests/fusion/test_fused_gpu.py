@@ -13,7 +13,7 @@ import accelpatch
 from accelpatch.fusion import read_layers
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs.captured_graph import _own_workspaces
+from accelpatch.runtime.graphs.capture import _own_workspaces
 from tests.support.steps import assert_float_rule, logits, silence
 from tests.support.tiny import CAUSAL, full_batch, padded_batch
 

@@ -1,6 +1,6 @@
 """Fused layers: what is read of a model, what is not and why, weights laid together and given back bit for bit.
 
-As in test_captured_step.py the CPU is put into the table of graphs; products and attention run as torch operations.
+As in test_step.py the CPU is put into the table of graphs; products and attention run as torch operations.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from accelpatch.kernels.cpu import native_library
 from accelpatch.modules.packed_weight import PackedWeight
 from accelpatch.recipe.recipe import load, parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs import captured_graph
-from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from accelpatch.runtime.graphs.captured_model import MODULES
-from accelpatch.runtime.graphs.captured_step import CAPTURED
+from accelpatch.runtime.graphs import capture
+from accelpatch.runtime.graphs.capture import EagerGraph
 from accelpatch.runtime.graphs.fused_forward import FORWARD
-from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
+from accelpatch.runtime.graphs.model_graphs import MODULES
+from accelpatch.runtime.graphs.prefill import FUSED_PROMPT
+from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.spread import spread
 from tests.support.tiles import with_tiles
 from tests.support.tiny import CAUSAL, full_batch, padded_batch
@@ -49,7 +49,7 @@ RECIPES: dict[str, Any] = {
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are captured, int8 weights stay canonical and 4-bit ones lie in tiles."""
 
-    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    monkeypatch.setitem(capture.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
     with_tiles(monkeypatch)
 

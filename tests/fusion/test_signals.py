@@ -24,8 +24,8 @@ from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
 from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
 from accelpatch.quant import int4
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs import captured_graph
-from accelpatch.runtime.graphs.captured_graph import EagerGraph
+from accelpatch.runtime.graphs import capture
+from accelpatch.runtime.graphs.capture import EagerGraph
 from tests.support.tiny import CAUSAL
 
 
@@ -119,7 +119,7 @@ def test_nothing_is_signalled_while_weights_may_still_be_written() -> None:
 
 
 def test_a_step_that_breaks_off_leaves_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    monkeypatch.setitem(capture.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
     model: Any = accelpatch.patch(CAUSAL["llama"].make(intermediate_size=4224), "exact", verify=False)
     model.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2)

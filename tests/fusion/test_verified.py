@@ -21,8 +21,8 @@ from accelpatch.kernels.cpu import native_library
 from accelpatch.recipe.recipe import load, parse
 from accelpatch.runtime.cpu.native_step import NATIVE
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs import captured_graph
-from accelpatch.runtime.graphs.captured_graph import EagerGraph
+from accelpatch.runtime.graphs import capture
+from accelpatch.runtime.graphs.capture import EagerGraph
 from tests.support.tiny import CAUSAL, full_batch, make, padded_batch
 
 reason = libraries.why_not("cpu", probe("cpu"))
@@ -32,7 +32,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    monkeypatch.setitem(capture.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
 
 

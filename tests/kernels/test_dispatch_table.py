@@ -21,8 +21,8 @@ from accelpatch.kernels.ops.attention.prompt_attention import Shown, prompt_atte
 from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
 from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
 from accelpatch.kernels.ops.step import step_end
-from accelpatch.runtime.graphs import captured_graph
-from accelpatch.runtime.graphs.captured_graph import EagerGraph
+from accelpatch.runtime.graphs import capture
+from accelpatch.runtime.graphs.capture import EagerGraph
 from tests.support.tiny import CAUSAL
 
 
@@ -36,7 +36,7 @@ def generated(recipe: str, new_tokens: int = 4) -> dict[tuple[str, str], int]:
 
 def test_a_fused_step_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: attention, sampling, the end of a step and fused linear layers, with the operations inside them."""
-    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    monkeypatch.setitem(capture.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
     ran = generated("exact")
     fused = [("decode_attention", "torch"), ("greedy", "torch"), ("step_end", "torch"), ("fused_linear", "operations")]

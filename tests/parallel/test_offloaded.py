@@ -17,9 +17,9 @@ from accelpatch.errors import PatchError
 from accelpatch.fusion import read_layers
 from accelpatch.parallel import device_map, offload_hook
 from accelpatch.parallel.offload_hook import OffloadHook
-from accelpatch.runtime.graphs import captured_graph
-from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from accelpatch.runtime.graphs.captured_step import CAPTURED
+from accelpatch.runtime.graphs import capture
+from accelpatch.runtime.graphs.capture import EagerGraph
+from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.offloaded import KINDS, offloaded
 from tests.support.simulated import logits
 from tests.support.spread import spread
@@ -61,7 +61,7 @@ def test_numbers_of_a_patch_of_the_model_in_memory(kind: str, recipe: str, tmp_p
 def test_steps_are_captured_between_what_is_offloaded(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    monkeypatch.setitem(capture.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     whole = accelpatch.patch(CAUSAL["qwen2"].make(), "exact")
     model = accelpatch.patch(offloaded(CAUSAL["qwen2"].make(), kind, tmp_path), "exact")
     for options in (GREEDY, GREEDY | {"num_beams": 2}, GREEDY | {"repetition_penalty": 1.3}):

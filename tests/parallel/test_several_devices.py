@@ -18,10 +18,10 @@ from accelpatch.fusion.fused_model import FUSED, FusedModel
 from accelpatch.fusion.spread import Spread, moves_only, rotary_on
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs import captured_graph, split_step
-from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from accelpatch.runtime.graphs.captured_step import CAPTURED
+from accelpatch.runtime.graphs import capture, split_step
+from accelpatch.runtime.graphs.capture import EagerGraph
 from accelpatch.runtime.graphs.split_step import SplitStep
+from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.offloaded import PARTS
 from tests.support.steps import assert_like_the_stock_loop
 from tests.support.tiny import CAUSAL, full_batch, padded_batch
@@ -40,7 +40,7 @@ maps = pytest.mark.parametrize("kind", MAPS)
 
 @pytest.fixture(autouse=True)
 def _captured_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    monkeypatch.setitem(capture.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
 
 
 @pytest.fixture

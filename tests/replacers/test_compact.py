@@ -18,9 +18,9 @@ from accelpatch.fusion.read_layers import fused_model
 from accelpatch.kernels import dispatch
 from accelpatch.modules.compact_linear import CompactLinear
 from accelpatch.patching import apply
-from accelpatch.runtime.graphs import captured_graph
-from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from accelpatch.runtime.graphs.captured_step import CAPTURED
+from accelpatch.runtime.graphs import capture
+from accelpatch.runtime.graphs.capture import EagerGraph
+from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.tiny import CAUSAL, full_batch, padded_batch
 
 GPU = KNOWN["sm_90"]
@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    monkeypatch.setitem(capture.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
 
 
 def model_of(name: str = "llama", **changes: Any) -> Any:

@@ -18,8 +18,8 @@ from accelpatch import api
 from accelpatch.errors import LoadError
 from accelpatch.kernels import dispatch
 from accelpatch.modules.int8_opt import Int8OPTDecoderLayer, W8A8B8O8LinearReLU
-from accelpatch.runtime.graphs.captured_step import CAPTURED
-from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
+from accelpatch.runtime.graphs.prefill import FUSED_PROMPT
+from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support import guide_opt
 from tests.support.drafting import as_on_a_gpu
 from tests.support.guide_opt import LAYERS, Tensors, float_opt, inputs

@@ -13,8 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import accelpatch
 from accelpatch.kernels.cpu import native_library
-from accelpatch.runtime.graphs import captured_graph
-from accelpatch.runtime.graphs.captured_graph import EagerGraph
+from accelpatch.runtime.graphs import capture
+from accelpatch.runtime.graphs.capture import EagerGraph
 from tests.support.simulated import simulated
 from tests.support.spread import spread
 from tests.support.steps import logits as steps
@@ -31,7 +31,7 @@ recipes = pytest.mark.parametrize("recipe", RECIPES)
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The native step of a CPU, or the captured one of a GPU, for which a CPU stands."""
     if request.param == "gpu":
-        monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+        monkeypatch.setitem(capture.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
         monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
         with_tiles(monkeypatch)
     return str(request.param)

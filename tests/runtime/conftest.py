@@ -8,8 +8,8 @@ import pytest
 
 from accelpatch import own_code
 from accelpatch.kernels.cpu import native_library
-from accelpatch.runtime.graphs import captured_graph
-from accelpatch.runtime.graphs.captured_graph import EagerGraph
+from accelpatch.runtime.graphs import capture
+from accelpatch.runtime.graphs.capture import EagerGraph
 
 
 @pytest.fixture(params=["cpu", "as a gpu"])
@@ -20,7 +20,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[str]:
     """
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "as a gpu":
-            patch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+            patch.setitem(capture.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
             patch.setattr(native_library, "why_not", lambda device: "not in this test")
         yield str(request.param)
     own_code.refresh()

@@ -19,8 +19,8 @@ from accelpatch.device import probe
 from accelpatch.fusion.cache_name import CACHE, FORMER
 from accelpatch.kernels.compiling import libraries
 from accelpatch.runtime.cpu.native_step import NATIVE
-from accelpatch.runtime.graphs.captured_step import CAPTURED
 from accelpatch.runtime.graphs.fused_forward import FORWARD
+from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.drafting import as_on_a_gpu
 from tests.support.steps import stock
 from tests.support.tiny import CAUSAL, full_batch

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 import accelpatch
 from accelpatch.fusion.cache_name import CACHE, FORMER
 from accelpatch.runtime.cpu.native_step import NATIVE
-from accelpatch.runtime.graphs.captured_step import CAPTURED
+from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.tiny import CAUSAL, full_batch
 
 NAMES = ("llama", "mistral", "gemma3")  # full attention, windows of 5 tokens, and both

@@ -10,7 +10,7 @@ import transformers.models.llama.modeling_llama as llama
 from torch import Tensor, nn
 
 import accelpatch
-from accelpatch.runtime.graphs.captured_step import CAPTURED
+from accelpatch.runtime.graphs.step import CAPTURED
 from tests.runtime.test_other_classes import Prepared, Steered
 from tests.support.other_code import scaled
 from tests.support.tiny import CAUSAL

@@ -17,9 +17,9 @@ from accelpatch.kernels.ops.linear import fused_linear
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation import prompt_lookup
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.generation.prompt_lookup import DRAFTS
-from accelpatch.runtime.graphs import captured_graph
-from accelpatch.runtime.graphs.captured_graph import EagerGraph
+from accelpatch.runtime.generation.speculation import DRAFTS
+from accelpatch.runtime.graphs import capture
+from accelpatch.runtime.graphs.capture import EagerGraph
 from tests.support.tiles import with_tiles
 from tests.support.tiny import CAUSAL
 
@@ -38,7 +38,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         beside = [None] * len(x) if residual is None else residual.split(1)
         return torch.cat([whole(self, one, norm, gate, its) for one, its in zip(x.split(1), beside, strict=True)])
 
-    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    monkeypatch.setitem(capture.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
     with_tiles(monkeypatch)
     monkeypatch.setattr(fused_linear.FusedLinear, "_by_operations", row_by_row)

@@ -11,7 +11,7 @@ from torch import Tensor
 import accelpatch
 from accelpatch.fusion.fused_model import FUSED
 from accelpatch.runtime.cpu.native_step import NATIVE
-from accelpatch.runtime.graphs.captured_step import CAPTURED
+from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.tiny import CAUSAL, padded_batch
 
 NEW = 6

@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from accelpatch.fusion.fused_model import FUSED
 from accelpatch.fusion.signals import SentinelBuffers
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs.captured_step import CAPTURED
+from accelpatch.runtime.graphs.step import CAPTURED
 
 
 class Given(LogitsProcessor):

@@ -21,8 +21,8 @@ from accelpatch.runtime.code_watch import CODE
 from accelpatch.runtime.cpu.native_step import NativeRun, NativeRuntime, unknown
 
 if TYPE_CHECKING:
-    from accelpatch.runtime.generation.captured_lookup import Lookup
-    from accelpatch.runtime.generation.captured_run import CapturedRun
+    from accelpatch.runtime.generation.graph_loop import CapturedRun
+    from accelpatch.runtime.generation.speculation import Lookup
 
 # Arguments of generate()'s model calls that the loop supports besides those of a step.
 UNDERSTOOD = frozenset({"attention_mask", CACHE, "position_ids", "use_cache", "logits_to_keep", "tokenizer"})

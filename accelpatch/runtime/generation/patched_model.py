@@ -24,8 +24,8 @@ from accelpatch.runtime.cpu.native_step import NativeRuntime
 from accelpatch.runtime.cpu.torch_threads import all_threads, one_thread
 from accelpatch.runtime.generation.adapter_targets import CONFIGS, configurations
 from accelpatch.runtime.generation.batching import CONTEXT, INIT, in_context, initialised
-from accelpatch.runtime.generation.captured_decoding import captured_loop
 from accelpatch.runtime.generation.decoding import decode, stock_loop_because
+from accelpatch.runtime.generation.graph_loop import captured_loop
 from accelpatch.runtime.generation.weight_methods import (
     PATCHED,
     REFUSED,
@@ -36,8 +36,8 @@ from accelpatch.runtime.generation.weight_methods import (
     saving,
     tying,
 )
-from accelpatch.runtime.graphs.captured_graph import GRAPHS
-from accelpatch.runtime.graphs.captured_runtime import CapturedRuntime
+from accelpatch.runtime.graphs.capture import GRAPHS
+from accelpatch.runtime.graphs.runtime import CapturedRuntime
 
 RUNTIME = "_accelpatch_runtime"  # the attribute of a patched model that holds its runtime
 CACHES = "_prepare_cache_for_generation"  # transformers' method that makes the cache of a call

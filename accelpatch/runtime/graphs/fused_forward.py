@@ -1,7 +1,7 @@
 """One model call by its fused layers over transformers' cache: for model(ids), beam search, assisted decoding, loss.
 
 What captured steps do for generate()'s loop, this does for all other callers, with the same kernels. Repeated short
-prompts become graphs (short_prompt.py). Layers with hooks run their modules, all others are fused.
+prompts become graphs (prefill.py). Layers with hooks run their modules, all others are fused.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from accelpatch.kernels.operation import is_eager, refusing_gradient
 from accelpatch.runtime import cache_form
 from accelpatch.runtime.cache_contents import attached
 from accelpatch.runtime.graphs import single_token
-from accelpatch.runtime.graphs.captured_batch import GraphOf
-from accelpatch.runtime.graphs.short_prompt import Prompts, ShortPrompt, captured_tokens
+from accelpatch.runtime.graphs.batch import GraphOf
+from accelpatch.runtime.graphs.prefill import Prompts, ShortPrompt, captured_tokens
 
 FORWARD = "fused forward"
 SUPPORTED = ("input_ids", "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "labels")

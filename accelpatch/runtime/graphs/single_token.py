@@ -16,8 +16,8 @@ from accelpatch.fusion.cache_call import CacheCall
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.spread import computes_on
 from accelpatch.runtime.cache_contents import attached
-from accelpatch.runtime.graphs.captured_cache import NotCaptured, capacity_for, grown, shapes_of
-from accelpatch.runtime.graphs.captured_step import CAPTURED
+from accelpatch.runtime.graphs.kv_cache import NotCaptured, capacity_for, grown, shapes_of
+from accelpatch.runtime.graphs.step import CAPTURED
 
 
 def why_not(fused: FusedModel, ids: Tensor, call: CacheCall) -> str | None:

@@ -21,8 +21,8 @@ from accelpatch.fusion.spread import ByModule, is_offloaded
 from accelpatch.fusion.static_call import StepCall
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.triton.launch import on_device
-from accelpatch.runtime.graphs.captured_batch import GraphOf
-from accelpatch.runtime.graphs.captured_graph import Graph
+from accelpatch.runtime.graphs.batch import GraphOf
+from accelpatch.runtime.graphs.capture import Graph
 
 
 class _Uncaptured:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from accelpatch.runtime.generation.prompt_lookup import CANDIDATES, DRAFTS, LONGEST, SHORTEST, PromptLookup
+from accelpatch.runtime.generation.speculation import CANDIDATES, DRAFTS, LONGEST, SHORTEST, PromptLookup
 
 
 def searched(tokens: list[int], asked: int = SHORTEST) -> list[int] | None:

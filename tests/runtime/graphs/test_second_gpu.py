@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import accelpatch
-from accelpatch.runtime.graphs.captured_step import CAPTURED
+from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.steps import assert_float_rule, logits, stock
 from tests.support.tiny import CAUSAL, full_batch, padded_batch
 

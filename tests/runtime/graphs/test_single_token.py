@@ -16,10 +16,10 @@ import accelpatch
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.cache_contents import attached
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs.captured_cache import NotCaptured
-from accelpatch.runtime.graphs.captured_model import CapturedModel
-from accelpatch.runtime.graphs.captured_step import CAPTURED
 from accelpatch.runtime.graphs.fused_forward import FORWARD
+from accelpatch.runtime.graphs.kv_cache import NotCaptured
+from accelpatch.runtime.graphs.model_graphs import CapturedModel
+from accelpatch.runtime.graphs.step import CAPTURED
 from tests.fusion.test_fused_layer import _as_on_a_gpu, patched, paths  # noqa: F401
 from tests.runtime.graphs.test_fused_forward import assert_close, more
 from tests.support.spread import spread

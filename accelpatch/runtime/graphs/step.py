@@ -25,9 +25,9 @@ from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.ops.step.step_end import end_step_
 from accelpatch.runtime.cache_contents import Contents, attach, copy_slots
-from accelpatch.runtime.graphs.captured_batch import Batch, GraphOf
-from accelpatch.runtime.graphs.captured_cache import CapturedLayer
-from accelpatch.runtime.graphs.captured_graph import Graph
+from accelpatch.runtime.graphs.batch import Batch, GraphOf
+from accelpatch.runtime.graphs.capture import Graph
+from accelpatch.runtime.graphs.kv_cache import CapturedLayer
 from accelpatch.runtime.graphs.split_step import SplitStep
 
 CAPTURED = "captured step"  # in the report, with their number
@@ -51,11 +51,11 @@ class CapturedStep:
         fused: FusedModel | None = None, watched: Sequence[int] = (), graph_on: GraphOn | None = None,
     ):  # fmt: skip
         self.batch, self.capacity, self.fused = batch, capacity, fused
-        self.verification: Graph | None = None  # the step of several tokens; see captured_drafts.py
+        self.verification: Graph | None = None  # the step of several tokens; see drafts.py
         self.no_drafts = ""  # why there is no `verification`
         self.cache = Cache(layers=[CapturedLayer(shape, batch.rows, capacity, batch.slot) for shape in shapes])
         self.mask = torch.zeros(batch.rows, capacity, dtype=torch.int64, device=batch.device)
-        self.prompts: Any = None  # short_prompt.Prompts, made at the first prompt
+        self.prompts: Any = None  # prefill.Prompts, made at the first prompt
         self._contents: weakref.ref[Contents] | None = None  # of another's cache, that lie in this one
         self.over: tuple[Contents | None, CacheCall | None] = None, None  # while it is replayed
         self._model = weakref.ref(model)  # weak: the model holds its runtime, which holds this step

@@ -1,4 +1,5 @@
-"""What was captured of a model in one state of its adapters: steps by their size, short prompts, single calls."""
+"""What was captured of a model: in one state of its adapters (steps by their size, short prompts, single calls), and in
+the last states that it was in."""
 
 from __future__ import annotations
 
@@ -17,17 +18,18 @@ from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_model import FUSED, FusedModel
 from accelpatch.fusion.read_layers import fused_model
 from accelpatch.fusion.spread import computes_on, device_of, several_devices
-from accelpatch.runtime.graphs.captured_batch import Batch, Drafts, GraphOf
-from accelpatch.runtime.graphs.captured_cache import NotCaptured, learned, shapes_of
-from accelpatch.runtime.graphs.captured_call import CapturedCalls
-from accelpatch.runtime.graphs.captured_drafts import verifying
-from accelpatch.runtime.graphs.captured_graph import GRAPHS, Graph, new_pool
-from accelpatch.runtime.graphs.captured_step import CAPTURE_ERRORS, CapturedStep, first_line
+from accelpatch.runtime.graphs.batch import Batch, Drafts, GraphOf
+from accelpatch.runtime.graphs.calls import CapturedCalls
+from accelpatch.runtime.graphs.capture import GRAPHS, Graph, new_pool
+from accelpatch.runtime.graphs.drafts import verifying
 from accelpatch.runtime.graphs.fused_forward import prompts_of
-from accelpatch.runtime.graphs.short_prompt import Prompts
+from accelpatch.runtime.graphs.kv_cache import NotCaptured, learned, shapes_of
+from accelpatch.runtime.graphs.prefill import Prompts
+from accelpatch.runtime.graphs.step import CAPTURE_ERRORS, CapturedStep, first_line
 
 MODULES = "modules in the captured step: "  # and the reason
 STEPS = 4  # graphs, each with its cache, that are kept per model
+STATES = 4  # adapter states, besides the present one, whose graphs are kept
 ROOMY = 4  # times the capacity that is needed: a fused step whose cache has no more serves as well
 
 Key = tuple[int, int, tuple[int, ...]]  # rows, capacity, watched
@@ -224,3 +226,40 @@ class CapturedModel:
             except CAPTURE_ERRORS as error:
                 self.why_not = f"its step cannot be captured ({type(error).__name__}: {first_line(error)})"
                 raise NotCaptured(self.why_not) from error
+
+
+class AdapterStates:
+    """What was captured of a model in each state of its adapters: the names of the active ones, in their order.
+
+    present: of the state that it is in. memory: of all graphs.
+    """
+
+    def __init__(self, speculate: bool):
+        self.memory, self._speculate = GraphMemory(), speculate
+        self.present = CapturedModel(self.memory, speculate)
+        self._name: tuple[str, ...] = ()
+        self._others: OrderedDict[tuple[str, ...], CapturedModel] = OrderedDict()
+
+    def begin(self, name: tuple[str, ...]) -> None:
+        """Say which state the model is in, before anything is captured of it."""
+        self._name = name
+
+    def switch(self, name: tuple[str, ...]) -> None:
+        """Make another state the present one, with what was captured of the model when it was last in it."""
+        if name == self._name:
+            return
+        self._others[self._name] = self.present
+        known = self._others.pop(name) if name in self._others else None
+        self.present = known or CapturedModel(self.memory, self._speculate)
+        self._name = name
+        while len(self._others) > STATES:
+            self._others.popitem(last=False)
+
+    def free_others(self) -> None:
+        """Free what was captured in other states."""
+        self._others.clear()
+
+    def moved(self) -> None:
+        """Free other states whose graphs read weights that lie at other addresses since some were concatenated."""
+        if any(other.fused is None or other.fused.unfused for other in self._others.values()):
+            self._others.clear()

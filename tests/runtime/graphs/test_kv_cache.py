@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accelpatch.runtime.graphs.captured_cache import capacity_for, grown
+from accelpatch.runtime.graphs.kv_cache import capacity_for, grown
 
 
 @pytest.mark.parametrize(

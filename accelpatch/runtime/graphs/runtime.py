@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -14,26 +13,23 @@ from torch import nn
 from accelpatch.errors import PatchError
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.spread import device_of, several_devices
-from accelpatch.runtime.graphs.captured_cache import capacity_for, grown
-from accelpatch.runtime.graphs.captured_call import CapturedCalls, captured_outputs, generates
-from accelpatch.runtime.graphs.captured_graph import GRAPHS
-from accelpatch.runtime.graphs.captured_model import CapturedModel, GraphMemory
-from accelpatch.runtime.graphs.captured_step import CapturedStep
+from accelpatch.runtime.graphs.calls import CapturedCalls, captured_outputs, generates
+from accelpatch.runtime.graphs.capture import GRAPHS
 from accelpatch.runtime.graphs.fused_forward import fused_outputs
+from accelpatch.runtime.graphs.kv_cache import capacity_for, grown
+from accelpatch.runtime.graphs.model_graphs import AdapterStates, CapturedModel
+from accelpatch.runtime.graphs.step import CapturedStep
 from accelpatch.runtime.model_runtime import ModelRuntime
 from accelpatch.runtime.watch import Watch
-
-STATES = 4  # adapter states, besides the present one, whose graphs are kept
 
 
 class CapturedRuntime(ModelRuntime):
     """The graphs of one model.
 
     graph: "auto" or "off". cache: "auto" or "stock". max_length: the most tokens of a sequence, or None. speculate:
-    "off" or "prompt_lookup". captured: what was captured of the model as it is.
+    "off" or "prompt_lookup".
     """
 
-    captured: CapturedModel
     _learning = False  # true while the modules run to find out what they cache
 
     def __init__(self, graph: str = "auto", cache: str = "auto", max_length: int | None = None, speculate: str = "off"):
@@ -48,14 +44,16 @@ class CapturedRuntime(ModelRuntime):
 
     def close(self) -> None:
         """Free every graph and cache."""
-        self._memory = GraphMemory()
-        self.captured = CapturedModel(self._memory, self._speculate)
-        self._adapters: tuple[str, ...] = ()
-        self._others: OrderedDict[tuple[str, ...], CapturedModel] = OrderedDict()
+        self._states = AdapterStates(self._speculate)
         self._watch: Watch | None = None
         self._version = self.code.version
         self._flags: list[Any] = []
         self._done: list[tuple[torch.device, torch.cuda.Event]] = []
+
+    @property
+    def captured(self) -> CapturedModel:
+        """What was captured of the model as it is."""
+        return self._states.present
 
     def outputs(self, model: nn.Module, given: Mapping[str, Any]) -> Any:
         """Outputs of a model call by fused layers or a graph; None where the modules must run."""
@@ -108,8 +106,8 @@ class CapturedRuntime(ModelRuntime):
                 yield True
             finally:
                 self._busy = False
-                if self._memory.pool is not None:
-                    devices = [device for device in self._memory.devices if device.type == "cuda"]
+                if self._states.memory.pool is not None:
+                    devices = [device for device in self._states.memory.devices if device.type == "cuda"]
                     self._done = [(one, torch.cuda.Event()) for one in devices]
                     for one, done in self._done:
                         done.record(torch.cuda.current_stream(one))
@@ -148,7 +146,7 @@ class CapturedRuntime(ModelRuntime):
         with suppress(torch.OutOfMemoryError):
             step = self.captured.step(model, rows, capacity, watched)
         if step is None:  # free the caches of other adapter states and sizes; the error holds none of them any more
-            self._others.clear()
+            self._states.free_others()
             self.captured.free(rows)
             step = self.captured.step(model, rows, capacity, watched)
         self._flags = [] if self._watch is None else self._watch.flags()
@@ -194,21 +192,15 @@ class CapturedRuntime(ModelRuntime):
             self.code.look_anew()
             self.close()
             self._watch = Watch(model)
-            self._flags, self._adapters = self._watch.flags(), self._watch.adapters()
-        elif (adapters := self._watch.adapters()) != self._adapters:
-            self._others[self._adapters] = self.captured
-            known = self._others.pop(adapters) if adapters in self._others else None
-            self.captured = known or CapturedModel(self._memory, self._speculate)
-            self._adapters = adapters
-            while len(self._others) > STATES:
-                self._others.popitem(last=False)
+            self._flags = self._watch.flags()
+            self._states.begin(self._watch.adapters())
+        else:
+            self._states.switch(self._watch.adapters())
 
     def _fuse(self, model: nn.Module) -> None:
         self._watch = None  # the Watch would keep the old weights alive beside the new
         self.captured.fuse(model, self.unfused)
-        # graphs of other adapter states read weights at addresses that were left when weights were concatenated
-        if any(other.fused is None or other.fused.unfused for other in self._others.values()):
-            self._others.clear()
+        self._states.moved()
         self._watch = Watch(model)
         self._flags = self._watch.flags()
 

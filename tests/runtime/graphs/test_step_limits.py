@@ -15,18 +15,18 @@ from transformers import MaxLengthCriteria, StaticCache, StoppingCriteriaList
 import accelpatch
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs import captured_graph
-from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from accelpatch.runtime.graphs.captured_step import CAPTURED
+from accelpatch.runtime.graphs import capture
+from accelpatch.runtime.graphs.capture import EagerGraph
 from accelpatch.runtime.graphs.fused_forward import FORWARD
-from tests.runtime.graphs.test_captured_step import GREEDY, both, patched, paths, reasons, stock
+from accelpatch.runtime.graphs.step import CAPTURED
+from tests.runtime.graphs.test_step import GREEDY, both, patched, paths, reasons, stock
 from tests.support.streaming import Calling
 from tests.support.tiny import CAUSAL, full_batch, padded_batch
 
 
 @pytest.fixture(autouse=True)
 def _captured_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    monkeypatch.setitem(capture.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
 
 
 def one_row() -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Refusing(EagerGraph):
 
 
 def test_a_capture_that_fails_is_tried_once_and_leaves_the_stock_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", Refusing)  # type: ignore[arg-type]
+    monkeypatch.setitem(capture.GRAPHS, "cpu", Refusing)  # type: ignore[arg-type]
     monkeypatch.setattr(Refusing, "tried", 0)
     model = patched()
     for _ in range(3):
@@ -156,7 +156,7 @@ def test_memory_that_runs_out_frees_the_other_steps_first(monkeypatch: pytest.Mo
             full.append(False)
             super().__init__(*given)
 
-    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", Short)  # type: ignore[arg-type]
+    monkeypatch.setitem(capture.GRAPHS, "cpu", Short)  # type: ignore[arg-type]
     assert torch.equal(*both(model, padded_batch(), **GREEDY))
     assert [rows for rows, *_ in vars(model)[RUNTIME].captured._steps] == [3]
 

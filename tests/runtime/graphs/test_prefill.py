@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
+from accelpatch.runtime.graphs.prefill import FUSED_PROMPT
 from tests.fusion.test_fused_layer import (  # noqa: F401
     OPTIONS,
     RECIPES,

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from accelpatch.fusion.fused_model import FUSED
-from accelpatch.runtime.generation.captured_lookup import ACCEPTED, STEPS
-from accelpatch.runtime.graphs import captured_cache
-from accelpatch.runtime.graphs.captured_step import CAPTURED
+from accelpatch.runtime.generation.speculation import ACCEPTED, STEPS
+from accelpatch.runtime.graphs import kv_cache
+from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.drafting import (
     RULES,
     anywhere,
@@ -137,7 +137,7 @@ def test_max_length_at_each_place(new: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 @spread("way, limit", ["greedy", "sampling", "repetition"], {"growing": "", "to-its-end": ", max_length: 64"})
 def test_the_end_of_the_cache(limit: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_cache, "SMALLEST", 4)
+    monkeypatch.setattr(kv_cache, "SMALLEST", 4)
     drafting, plain = pair("qwen3", more=limit)
     for length in (1, 2, 5, 8):
         options = (DEVICE | BY_HOST)[way] | {"max_new_tokens": 64 - length}

@@ -15,10 +15,10 @@ import accelpatch
 from accelpatch.errors import KernelError
 from accelpatch.fusion.fused_model import FUSED, FusedModel
 from accelpatch.recipe.recipe import parse
-from accelpatch.runtime.generation.captured_lookup import ACCEPTED, NONE, STEPS
-from accelpatch.runtime.graphs import captured_model
-from accelpatch.runtime.graphs.captured_model import MODULES
-from accelpatch.runtime.graphs.captured_step import CAPTURED
+from accelpatch.runtime.generation.speculation import ACCEPTED, NONE, STEPS
+from accelpatch.runtime.graphs import model_graphs
+from accelpatch.runtime.graphs.model_graphs import MODULES
+from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.drafting import anywhere, as_on_a_gpu, assert_same, generate, oracle, pair, paths, row
 from tests.support.streaming import Calling
 from tests.support.tiny import CAUSAL
@@ -96,7 +96,7 @@ def test_a_streamer_gets_each_token_by_itself(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_calls_of_one_and_of_many_rows_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_model, "STEPS", 1)  # each call drops the other's step, batch and drafts
+    monkeypatch.setattr(model_graphs, "STEPS", 1)  # each call drops the other's step, batch and drafts
     drafting, plain = pair()
     for rows in (1, 2, 1, 1, 3, 1):
         ids = row().repeat(rows, 4)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelpatch.runtime.generation.prompt_lookup import DRAFTS
-from accelpatch.runtime.generation.sampler import Sampler
-from accelpatch.runtime.graphs.captured_graph import Graph
+from accelpatch.runtime.graphs.capture import Graph
+from accelpatch.runtime.graphs.sampler import Sampler
 
 SAMPLERS = 8  # captured samplers that a batch keeps
 GraphOf = Callable[[Callable[[], None]], Graph]
+DRAFTS = 7  # draft tokens per step; with the last token, a step of eight
 TOKENS = DRAFTS + 1  # tokens of a step with draft tokens
 
 

@@ -19,9 +19,9 @@ from accelpatch import own_code
 from accelpatch.fusion.spread import device_of
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.operation import is_eager
-from accelpatch.runtime.graphs.captured_batch import GraphOf
-from accelpatch.runtime.graphs.captured_graph import Graph
-from accelpatch.runtime.graphs.captured_step import first_line
+from accelpatch.runtime.graphs.batch import GraphOf
+from accelpatch.runtime.graphs.capture import Graph
+from accelpatch.runtime.graphs.step import first_line
 
 CALL = "captured call"
 RUNS = 2  # runs by the modules before a call is captured

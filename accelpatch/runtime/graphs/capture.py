@@ -1,4 +1,4 @@
-"""Records any program as a CUDA (or HIP) graph; a table says which device types have them. A step's: captured_step.py.
+"""Records any program as a CUDA (or HIP) graph; a table says which device types have them. A step's: step.py.
 
 A captured program takes no arguments, reads and writes tensors at fixed addresses, and never synchronises with the
 host. Tests register `EagerGraph` for the CPU, which runs the same program uncaptured.

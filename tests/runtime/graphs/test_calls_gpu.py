@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, ViTConfig, ViTForImageClassification
 
 import accelpatch
-from accelpatch.runtime.graphs.captured_call import CALL, RUNS
+from accelpatch.runtime.graphs.calls import CALL, RUNS
 from tests.fusion.test_fused_layer import paths
 from tests.patching.test_on_gpu import off, patched, recipes
-from tests.runtime.graphs.test_captured_call import short
+from tests.runtime.graphs.test_calls import short
 from tests.support.steps import stock
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

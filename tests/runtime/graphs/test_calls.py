@@ -21,9 +21,9 @@ import accelpatch
 from accelpatch.errors import KernelError
 from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs import captured_call, captured_graph
-from accelpatch.runtime.graphs.captured_call import CALL, RUNS
-from accelpatch.runtime.graphs.captured_model import GraphMemory
+from accelpatch.runtime.graphs import calls, capture
+from accelpatch.runtime.graphs.calls import CALL, RUNS
+from accelpatch.runtime.graphs.model_graphs import GraphMemory
 from tests.fusion.test_fused_layer import RECIPES, _as_on_a_gpu, patched, paths  # noqa: F401
 from tests.support.steps import stock
 
@@ -169,7 +169,7 @@ def test_an_encoder_that_is_changed_between_calls() -> None:
 
 @torch.no_grad()
 def test_the_graphs_that_are_used_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_call, "MAX_CALLS", 3)
+    monkeypatch.setattr(calls, "MAX_CALLS", 3)
     model = bert()
     for length in range(1, 6):
         for _ in range(RUNS + 1):
@@ -178,7 +178,7 @@ def test_the_graphs_that_are_used_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
     for length in (5, 4, 3, 1):
         model(**text(1, length))
     assert paths(model)[CALL] == 8
-    monkeypatch.setattr(captured_call, "LARGEST", 1000)
+    monkeypatch.setattr(calls, "LARGEST", 1000)
     for _ in range(RUNS + 3):
         model(**text(1, 9))
     assert paths(model)[CALL] == 8
@@ -261,7 +261,7 @@ def test_ids_that_no_prompt_has() -> None:
 
 def test_a_graph_keeps_what_it_reads_of_others() -> None:
     cached, own = torch.ones(3), torch.zeros(3)
-    with captured_graph._Captured() as seen:
+    with capture._Captured() as seen:
         made = torch.cat([own + 1, torch.ones(2)]) * 2
         own.add_(made[:3] * cached)
     assert {id(one) for one in seen.outside} == {id(cached), id(own)}

@@ -13,8 +13,8 @@ from torch import nn
 
 import accelpatch
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs.captured_graph import CudaGraph, new_pool
-from accelpatch.runtime.graphs.captured_step import CAPTURED
+from accelpatch.runtime.graphs.capture import CudaGraph, new_pool
+from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.tiny import CAUSAL, full_batch, padded_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -59,7 +59,7 @@ def test_tokens_of_every_family(name: str) -> None:
 
 
 def test_a_cache_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accelpatch.runtime.graphs.captured_cache.SMALLEST", 8)
+    monkeypatch.setattr("accelpatch.runtime.graphs.kv_cache.SMALLEST", 8)
     model = on_gpu("llama")
     made, due = (
         one.generate(**batch(padded_batch), max_new_tokens=60, do_sample=False) for one in (model, stock(model))

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import accelpatch
-from accelpatch.runtime.generation import captured_decoding, captured_lookup
-from accelpatch.runtime.generation.captured_reports import Reports
-from accelpatch.runtime.graphs import captured_graph
-from accelpatch.runtime.graphs.captured_graph import EagerGraph
+from accelpatch.runtime.generation import graph_loop, speculation
+from accelpatch.runtime.graphs import capture
+from accelpatch.runtime.graphs.capture import EagerGraph
+from accelpatch.runtime.graphs.sampler import Reports
 from tests.support.drafting import as_on_a_gpu, assert_same, generate, oracle, pair, row, stock
 from tests.support.streaming import Calling
 from tests.support.tiny import CAUSAL
@@ -47,9 +47,9 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return super().wait()
 
     as_on_a_gpu(monkeypatch)
-    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", Noted)  # type: ignore[arg-type]
-    monkeypatch.setattr(captured_decoding, "Reports", Seen)
-    monkeypatch.setattr(captured_lookup, "Reports", Seen)
+    monkeypatch.setitem(capture.GRAPHS, "cpu", Noted)  # type: ignore[arg-type]
+    monkeypatch.setattr(graph_loop, "Reports", Seen)
+    monkeypatch.setattr(speculation, "Reports", Seen)
     return found
 
 

@@ -18,12 +18,12 @@ from accelpatch.errors import PatchError
 from accelpatch.fusion.fused_model import FUSED
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs import captured_cache, captured_graph, captured_model
-from accelpatch.runtime.graphs.captured_graph import EagerGraph
-from accelpatch.runtime.graphs.captured_model import MODULES, CapturedModel
-from accelpatch.runtime.graphs.captured_runtime import CapturedRuntime
-from accelpatch.runtime.graphs.captured_step import CAPTURED
-from accelpatch.runtime.graphs.fused_prompt import FUSED_PROMPT
+from accelpatch.runtime.graphs import capture, kv_cache, model_graphs
+from accelpatch.runtime.graphs.capture import EagerGraph
+from accelpatch.runtime.graphs.model_graphs import MODULES, CapturedModel
+from accelpatch.runtime.graphs.prefill import FUSED_PROMPT
+from accelpatch.runtime.graphs.runtime import CapturedRuntime
+from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.spread import spread
 from tests.support.streaming import AtLength, Calling, Every
 from tests.support.tiny import CAUSAL, full_batch, padded_batch
@@ -61,7 +61,7 @@ class Counted(EagerGraph):
 
 @pytest.fixture(autouse=True)
 def _captured_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(captured_graph.GRAPHS, "cpu", Counted)  # type: ignore[arg-type]
+    monkeypatch.setitem(capture.GRAPHS, "cpu", Counted)  # type: ignore[arg-type]
     Counted.replays.clear()
 
 
@@ -77,7 +77,7 @@ def stock(model: nn.Module) -> Any:
 
 
 def paths(model: Any) -> dict[str, int]:
-    """What calls did; what a captured step ran is looked at in test_fused_layer.py, prompts in test_fused_prompt.py."""
+    """What calls did; what a captured step ran is looked at in test_fused_layer.py, prompts in test_prefill.py."""
     every = model.accelpatch.report().paths.items()
     others = (FUSED, FUSED_PROMPT, MODULES, "prefill by modules: ")
     return {name: count for name, count in every if not name.startswith(others)}
@@ -222,7 +222,7 @@ def test_a_cache_that_the_user_holds_is_filled() -> None:
 
 
 def test_a_cache_grows_by_doubling_and_the_largest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_cache, "SMALLEST", 4)
+    monkeypatch.setattr(kv_cache, "SMALLEST", 4)
     made: list[int] = []
     before = CapturedModel._made
     monkeypatch.setattr(CapturedModel, "_made", lambda *given: made.append(given[3]) or before(*given))
@@ -239,13 +239,13 @@ def test_a_larger_cache_serves(bad: Any, needed: int, kept: list[int], monkeypat
     model = patched()
     vars(model)[RUNTIME].unfuse(bad)  # their modules attend over all of a cache
     for smallest in (128, needed):
-        monkeypatch.setattr(captured_cache, "SMALLEST", smallest)
+        monkeypatch.setattr(kv_cache, "SMALLEST", smallest)
         assert torch.equal(*both(model, padded_batch(), max_new_tokens=4, do_sample=False))
     assert sorted(capacity for _, capacity, _ in vars(model)[RUNTIME].captured._steps) == kept
 
 
 def test_few_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_model, "STEPS", 2)
+    monkeypatch.setattr(model_graphs, "STEPS", 2)
     model = patched()
     for rows in (1, 2, 3):
         mine, its = both(model, {key: value[:rows] for key, value in full_batch().items()}, **GREEDY)

@@ -13,9 +13,9 @@ import torch
 
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.kernels.hip.binding import weight_prefetch
-from accelpatch.runtime.graphs.captured_batch import TOKENS, Drafts, GraphOf
-from accelpatch.runtime.graphs.captured_graph import Graph
-from accelpatch.runtime.graphs.captured_step import CAPTURE_ERRORS, CapturedStep, first_line
+from accelpatch.runtime.graphs.batch import TOKENS, Drafts, GraphOf
+from accelpatch.runtime.graphs.capture import Graph
+from accelpatch.runtime.graphs.step import CAPTURE_ERRORS, CapturedStep, first_line
 
 
 def verifying(step: CapturedStep, fused: FusedModel, graph: GraphOf) -> CapturedStep:

@@ -9,9 +9,9 @@ import torch
 
 import accelpatch
 from accelpatch.recipe.recipe import Runtime, parse
-from accelpatch.runtime.generation.captured_lookup import ACCEPTED
 from accelpatch.runtime.generation.patched_model import RUNTIME, new_runtime
-from accelpatch.runtime.graphs.captured_step import CAPTURED
+from accelpatch.runtime.generation.speculation import ACCEPTED
+from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.drafting import anywhere, assert_same, generate, oracle, row, stock
 from tests.support.tiny import CAUSAL
 
