@@ -15,7 +15,7 @@ import accelpatch
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.ops.linear import fused_linear
 from accelpatch.recipe.recipe import parse
-from accelpatch.runtime.generation import prompt_lookup
+from accelpatch.runtime.generation import speculation
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.generation.speculation import DRAFTS
 from accelpatch.runtime.graphs import capture
@@ -105,7 +105,7 @@ class Oracle:
     def __init__(self, answer: Tensor, right: Iterator[int]):
         self._answer, self._right = answer[0].tolist() + [1] * DRAFTS, right
 
-    def draft(self, lookup: prompt_lookup.PromptLookup) -> list[int] | None:
+    def draft(self, lookup: speculation.PromptLookup) -> list[int] | None:
         """As the lookup's own. A negative place: no draft."""
         right, length = next(self._right), len(lookup)
         if right < 0:
@@ -117,7 +117,7 @@ class Oracle:
 def oracle(monkeypatch: pytest.MonkeyPatch, answer: Tensor, right: Iterator[int]) -> None:
     """Drafts are those of an oracle from now on."""
     oracle = Oracle(answer, right)
-    monkeypatch.setattr(prompt_lookup.PromptLookup, "draft", lambda lookup: oracle.draft(lookup))
+    monkeypatch.setattr(speculation.PromptLookup, "draft", lambda lookup: oracle.draft(lookup))
 
 
 def anywhere(seed: int) -> Iterator[int]:
