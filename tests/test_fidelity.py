@@ -16,7 +16,7 @@ import accelpatch
 from accelpatch.quant import int4, int8
 from accelpatch.quant.formats import dequantize
 from accelpatch.recipe import recipe
-from scripts.compare_cpu import resident_bytes
+from scripts.benchmarks.cpu import resident_bytes
 from tests.support.fidelity import (
     BLOCK,
     FORMATS,

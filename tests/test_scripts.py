@@ -1,4 +1,4 @@
-"""Each program of scripts/ explains every option; those of the kernels have their subcommands."""
+"""Each program of scripts/ explains every option; that of the benchmarks has topics, each with its table of cases."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,7 +20,8 @@ ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "scripts"
 PROGRAMS = sorted(path.name for path in SCRIPTS.glob("*.py"))
 NEEDS = {"triton_gate.py": "triton", "draw_step.py": "matplotlib"}
-SUBCOMMANDS = {"check_kernels.py": ["all", "gemv", "rows"], "bench_kernels.py": ["gemv", "rows"]}
+TOPICS = list(runpy.run_path(str(SCRIPTS / "bench.py"))["TOPICS"])
+SUBCOMMANDS = {"check_kernels.py": ["all", "gemv", "rows"], "bench.py": TOPICS}
 PAGES = [(name, ()) for name in PROGRAMS] + [(name, (word,)) for name, words in SUBCOMMANDS.items() for word in words]
 
 
@@ -86,9 +88,9 @@ def test_subcommands(name: str, parsers: list[argparse.ArgumentParser]) -> None:
         ("check_kernels.py", ("--libraries",)),
         ("check_kernels.py", ("gemv",)),
         ("check_kernels.py", ("gemv", "--libraries", ".", "--formats", "none")),
-        ("bench_kernels.py", ()),
-        ("bench_kernels.py", ("gemv",)),
-        ("bench_kernels.py", ("rows",)),
+        ("bench.py", ()),
+        ("bench.py", ("gemv",)),
+        ("bench.py", ("gemv", "--libraries", ".", "--cases", "none")),
     ],
     ids=str,
 )
@@ -96,7 +98,7 @@ def test_what_is_missing_is_named(
     name: str, words: tuple[str, ...], parsers: list[argparse.ArgumentParser], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(name, *words) == 2
-    assert re.search(r"--libraries|--formats|command", capsys.readouterr().err)
+    assert re.search(r"--libraries|--formats|--cases|TOPIC|command", capsys.readouterr().err)
 
 
 def test_without_a_subcommand_everything_is_checked(parsers: list[argparse.ArgumentParser]) -> None:
@@ -105,15 +107,43 @@ def test_without_a_subcommand_everything_is_checked(parsers: list[argparse.Argum
     assert arguments(["gemv", "--libraries", "built", "--small", "--formats", "int8"]).formats == ["int8"]
 
 
-@pytest.mark.parametrize("name", SUBCOMMANDS)
-def test_run_by_its_path(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name, word", [("check_kernels.py", "rows"), ("bench.py", "gemv")])
+def test_run_by_its_path(name: str, word: str, tmp_path: Path) -> None:
     """From another folder, with the checkout on PYTHONPATH and nothing installed."""
     done = subprocess.run(
-        [sys.executable, str(SCRIPTS / name), "rows", "--help"], cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, str(SCRIPTS / name), word, "--help"], cwd=tmp_path, capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert "--libraries" in done.stdout
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_the_table_of_cases_of_a_topic(topic: str) -> None:
+    """It is built without a GPU, and what is asked for by default is of it; a case is what its words say."""
+    module = import_module(f"scripts.benchmarks.{topic}")
+    assert len(module.CASES)
+    options = {option.name: option for option in module.OPTIONS}
+    assert len(options) == len(module.OPTIONS)
+    for case in options["cases"].default if "cases" in options else ():
+        assert case in module.CASES
+        assert (type(case)).read(str(case)) == case if hasattr(case, "read") else isinstance(case, str)
+
+
+def test_turns_and_their_ratios() -> None:
+    """Turns that warm up do not count, the order may change from turn to turn; rates are of all sequences together."""
+    from scripts.benchmarks.engines import Taken, figures, in_turn
+    from scripts.benchmarks.harness import Case
+
+    order: list[str] = []
+    calls = {name: (lambda name=name: order.append(name) or len(order)) for name in ("a", "b")}
+    assert in_turn(calls, repeats=2, warmup=1, alternating=True) == {"a": [3, 6], "b": [4, 5]}
+    assert order == ["b", "a", "a", "b", "b", "a"]
+    taken = {"a": Taken([0.2, 0.4], [0.1, 0.1]), "b": Taken([0.1, 0.2], [0.01, 0.01])}
+    one, other = figures(Case(8, 128, 64), taken, ["a"], limit=1e9, read={"a": 5e7, "b": 5e6})
+    assert one["first token, ms"] == pytest.approx(300)
+    assert (other["tok/s"], other["ms a step"], other["share of its limit"]) == pytest.approx((800, 10, 0.5))
+    assert (other["times a"], other["first token, times a"]) == pytest.approx((10, 2))
 
 
 def test_attention_is_timed_on_a_cpu_too(
@@ -121,21 +151,21 @@ def test_attention_is_timed_on_a_cpu_too(
 ) -> None:
     drawn, figures = tmp_path / "rates.png", tmp_path / "rates.json"
     words = ["--tiny", "--only", "sdpa", "eager", "--json", str(figures)]
-    words += ["--picture", str(drawn)] if find_spec("matplotlib") else []
-    monkeypatch.setattr(sys, "argv", ["bench_flash.py", *words])
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    runpy.run_path(str(SCRIPTS / "bench_flash.py"))["main"]()
+    words += ["--plot", str(drawn)] if find_spec("matplotlib") else []
+    assert run("bench.py", "flash", *words) == 0
     printed = capsys.readouterr().out
     assert "checks of parity passed" in printed
     assert printed.count("| sdpa |") == 1 + 4  # the head of the table, and what was chosen for each of its lines
-    rates = [one["tflops"] for one in json.loads(figures.read_text())["figures"]]
+    found = json.loads(figures.read_text())
+    assert {"command", "date", "commit", "device", "versions"} <= found["run"].keys()
+    rates = [one["tflops"] for one in found["figures"]]
     assert all(one.keys() == {"sdpa", "eager"} and min(one.values()) > 0 for one in rates)
     assert drawn.is_file() == bool(find_spec("matplotlib"))
 
 
 def test_a_benchmark_of_an_unknown_implementation_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("bench_flash.py", "--only", "abacus") == 2
-    assert "there is no abacus; there are " in capsys.readouterr().err
+    assert run("bench.py", "flash", "--only", "abacus") == 2
+    assert "invalid choice: 'abacus'" in capsys.readouterr().err
 
 
 def test_every_script_that_is_named_is_there() -> None:

@@ -1,4 +1,13 @@
-"""Times the HIP gemv kernels: the read limit, a 7B model's linear layers as one graph, each shape beside its peers."""
+"""HIP gemv kernels on the GPU that is here: the read limit, a 7B model's linear layers as one graph, and each shape.
+
+    python scripts/bench.py gemv --libraries DIR [--cases plain int8 int4_g128] [--tuning '{"depth": 8}' ...]
+    python scripts/bench.py gemv --libraries DIR --shapes [--no-chain]
+
+DIR is a folder that `accelpatch build --arch ARCH --out DIR` filled. Figures are medians of graph replays, with weights
+in rotation beyond L2, of 1 and 8 tokens: the linear layers of a 7B model (32 layers of four) as one graph, and with
+--shapes each shape alone beside its peers: torch, torchao where it is installed, and a plain Triton GEMV. Each product
+is checked before it is timed; run scripts/check_kernels.py first all the same.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +16,8 @@ import ctypes
 import itertools
 import json
 import statistics
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +26,27 @@ from torch.nn import functional
 from accelpatch.bench.read_limit import stream_reads
 from accelpatch.bench.timing import Timing, measure_replays
 from accelpatch.kernels.hip.binding import SENTINEL
-from benchmarks import gemv_peers
-from benchmarks.layer_shapes import HEADS, HIDDEN, LAYER, MIDDLE, rotation
+from scripts.benchmarks import gemv_peers
+from scripts.benchmarks.harness import Option, Table, cases
+from scripts.benchmarks.kernels import HEADS, HIDDEN, LAYER, MIDDLE, rotation
 from tests.support import w8a8_fp8_checks
 from tests.support.gemv_reference import wrong
-from tests.support.hip_gemv import W8A8, W8A8_FP8, Library, Packed, library_in, pack
+from tests.support.hip_gemv import TIMED, W8A8, W8A8_FP8, Library, Packed, library_in, pack
 from tests.support.w8a8_checks import reference
 from tests.support.w8a8_checks import wrong as wrong_integers
 
+CASES = ["plain", "int8", "int4_g128", "int4_g128_minimum"]
+OPTIONS = (
+    Option("libraries", [], "Folders of built libraries. Shapes are timed for the first alone.", kind=Path,
+           metavar="DIR", required=True),
+    cases(CASES, f"The formats to time, of {', '.join(TIMED)}.", TIMED),
+    Option("tuning", ["{}"], "Launch settings as JSON objects: the chain with each, the shapes with the first.",
+           metavar="JSON"),
+    Option("tokens", [1, 8], "The numbers of tokens to time."),
+    Option("shapes", False, "Time each shape alone too, beside its peers."),
+    Option("chain", True, "Time the chain of all layers."),
+)  # fmt: skip
+BF16 = torch.bfloat16
 SIGNALLED = 8192  # columns of the MLP that `down` begins with
 LAYERS = 32
 
@@ -41,13 +63,8 @@ def read_limit(folder: Path) -> float:
 
 
 def random_pack(n: int, k: int, name: str, interleaved: bool) -> Packed:
-    return pack(
-        torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5,
-        name,
-        dtype=torch.bfloat16,
-        interleaved=interleaved,
-        dense=False,
-    )
+    w = torch.randn(n, k, device="cuda", dtype=BF16) / k**0.5
+    return pack(w, name, dtype=BF16, interleaved=interleaved, dense=False)
 
 
 class Chain:
@@ -59,13 +76,13 @@ class Chain:
     def __init__(self, lib: Library, name: str) -> None:
         self.lib = lib
         self.weights = [[random_pack(n, k, name, which == "gate_up") for which, n, k in LAYER] for _ in range(LAYERS)]
-        self.gain = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
-        self.bias = torch.randn(HIDDEN, device="cuda", dtype=torch.bfloat16) / 2
+        self.gain = torch.ones(HIDDEN, device="cuda", dtype=BF16)
+        self.bias = torch.randn(HIDDEN, device="cuda", dtype=BF16) / 2
         self.bytes = sum(p.bytes for layer in self.weights for p in layer)
 
     def run(self, m: int, *, fused: bool, **tuning: int) -> Timing:
         def buffer(columns: int) -> Tensor:
-            return torch.randn(m, columns, device="cuda", dtype=torch.bfloat16)
+            return torch.randn(m, columns, device="cuda", dtype=BF16)
 
         h, qkv, o = buffer(HIDDEN), buffer(3 * HIDDEN), buffer(HIDDEN)
         sentinels = torch.empty(LAYERS, m, MIDDLE, device="cuda", dtype=torch.int16)
@@ -75,29 +92,15 @@ class Chain:
         def step() -> None:
             if m == 1:
                 sentinels.fill_(SENTINEL)
-            middles = sentinels.view(torch.bfloat16)
+            middles = sentinels.view(BF16)
             for number, middle, (wqkv, wo, wgate, wdown) in zip(flags, middles, self.weights, strict=True):
                 self.lib.call(wqkv, h, qkv, **norm, **tuning)
                 self.lib.call(wo, qkv[:, :HIDDEN], o, **({"residual": h} if fused else {}), **tuning)
-                self.lib.call(
-                    wgate,
-                    o,
-                    middle,
-                    activation="silu_gate",
-                    producer=number.data_ptr(),
-                    producer_columns=SIGNALLED,
-                    **norm,
-                    **tuning,
-                )
-                self.lib.call(
-                    wdown,
-                    middle,
-                    h,
-                    consumer=number.data_ptr(),
-                    consumer_columns=SIGNALLED,
-                    **({"residual": o} if fused else {"bias": self.bias}),
-                    **tuning,
-                )
+                signal = {"producer": number.data_ptr(), "producer_columns": SIGNALLED}
+                self.lib.call(wgate, o, middle, activation="silu_gate", **signal, **norm, **tuning)
+                signal = {"consumer": number.data_ptr(), "consumer_columns": SIGNALLED}
+                last = {"residual": o} if fused else {"bias": self.bias}
+                self.lib.call(wdown, middle, h, **signal, **last, **tuning)
 
         result = measure_replays(step)
         assert 0.1 < h.float().abs().mean() < 1e4  # nor NaN
@@ -106,10 +109,8 @@ class Chain:
 
 def torch_chain(m: int) -> float:
     """The same products by torch in bf16 (cuBLAS), SiLU gate left out: its least."""
-    weights = [
-        [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5 for _, n, k in LAYER] for _ in range(LAYERS)
-    ]
-    x = torch.randn(m, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    weights = [[torch.randn(n, k, device="cuda", dtype=BF16) / k**0.5 for _, n, k in LAYER] for _ in range(LAYERS)]
+    x = torch.randn(m, HIDDEN, device="cuda", dtype=BF16)
 
     def step() -> None:
         for wqkv, wo, wgate, wdown in weights:
@@ -121,15 +122,6 @@ def torch_chain(m: int) -> float:
     return measure_replays(step).median
 
 
-@dataclass(frozen=True)
-class Own:
-    """Seconds of one product: as in a captured step, launches overlapping, and with each waiting for the one before."""
-
-    seconds: float
-    alone: float
-    bytes: int
-
-
 def reason_of(name: str, y: Tensor, p: Packed, x: Tensor) -> str:
     """Why y is not the product; empty where it is."""
     if name == W8A8:
@@ -139,10 +131,13 @@ def reason_of(name: str, y: Tensor, p: Packed, x: Tensor) -> str:
     return wrong(y, p.dense, x, {})
 
 
-def shape_time(lib: Library, name: str, n: int, k: int, m: int, **tuning: int) -> Own:
-    """Checked by the float rule, or for its integers or 8-bit floats, then timed with weights in rotation."""
-    x, y = (torch.randn(m, columns, device="cuda", dtype=torch.bfloat16) for columns in (k, n))
-    first = pack(torch.randn(n, k, device="cuda") / k**0.5, name, dtype=torch.bfloat16)
+def shape_time(lib: Library, name: str, n: int, k: int, m: int, **tuning: int) -> tuple[float, float, int]:
+    """Seconds of a product as in a captured step, launches overlapping; with each waiting for the one before; bytes.
+
+    Checked by the float rule, or for its integers or 8-bit floats, then timed with weights in rotation.
+    """
+    x, y = (torch.randn(m, columns, device="cuda", dtype=BF16) for columns in (k, n))
+    first = pack(torch.randn(n, k, device="cuda") / k**0.5, name, dtype=BF16)
     lib.call(first, x, y, **tuning)
     if reason := reason_of(name, y, first, x):
         raise SystemExit(f"{name} {n} x {k} M={m}: {reason}")
@@ -154,59 +149,62 @@ def shape_time(lib: Library, name: str, n: int, k: int, m: int, **tuning: int) -
         for p in packs:
             lib.call(p, x, y, **(tuning | launch))
 
-    together, alone = (measure_replays(one).median for one in (work, lambda: work(dependent=-1)))
-    return Own(together / count, alone / count, first.bytes)
+    together, waiting = (measure_replays(one).median for one in (work, lambda: work(dependent=-1)))
+    return together / count, waiting / count, first.bytes
 
 
-def show_chain(name: str, options: argparse.Namespace, limit: float) -> None:
-    """A line for each library and tuning."""
-    chain = Chain(Library(options.libraries[0]), name)
-    for folder in options.libraries:
-        chain.lib = Library(folder)
-        for text in options.tuning:
-            line = []
-            for m in options.tokens:
-                for fused in (False, True):
-                    taken = chain.run(m, fused=fused, **json.loads(text))
-                    line.append(
-                        f"M={m}{' fused' if fused else '':6} {taken.median * 1e3:7.3f} ms "
-                        f"{chain.bytes / taken.median / limit:6.1%} (+-{taken.spread / 2:4.1%})"
-                    )
-            print(f"chain {name:10} {folder.name:8} {text:40} " + "  ".join(line), flush=True)
+def chain(name: str, asked: argparse.Namespace, limit: float, printed: Table) -> None:
+    """A row for each library, tuning, number of tokens, and with and without norms and residuals inside."""
+    made = Chain(Library(asked.libraries[0]), name)
+    for folder, text, m, fused in itertools.product(asked.libraries, asked.tuning, asked.tokens, (False, True)):
+        made.lib = Library(folder)
+        taken = made.run(m, fused=fused, **json.loads(text))
+        printed.add({
+            "weights": name, "library": folder.name, "tuning": text, "M": m, "fused": "yes" if fused else "no",
+            "chain, ms": taken.median * 1e3, "share of the read limit": made.bytes / taken.median / limit,
+            "spread": taken.spread,
+        })  # fmt: skip
 
 
-def show_shapes(name: str, options: argparse.Namespace, limit: float) -> None:
-    """A line for each shape and number of tokens, its peers below, and what came out for one token."""
-    lib, ratios = Library(options.libraries[0]), []
-    for (which, n, k), m in itertools.product(LAYER + HEADS, options.tokens):
-        own = shape_time(lib, name, n, k, m, **json.loads(options.tuning[0]))
+def shapes(name: str, asked: argparse.Namespace, limit: float, printed: Table) -> None:
+    """A row for each shape and number of tokens, its peers below, and what came out for one token."""
+    lib, ratios = Library(asked.libraries[0]), []
+    for (_, n, k), m in itertools.product(LAYER + HEADS, asked.tokens):
+        ours, waiting, size = shape_time(lib, name, n, k, m, **json.loads(asked.tuning[0]))
         torch.cuda.empty_cache()
-        line = f"shape {name:10} {which:8} {n:6} x {k:5} M={m} ours {own.seconds * 1e6:7.2f} us"
-        line += f" {own.bytes / own.seconds / limit:6.1%} (alone {own.alone * 1e6:7.2f} us)"
         peers = list(gemv_peers.times(name, n, k, m))
-        if peers:
-            best, time, _ = min(peers, key=lambda peer: peer[1])
-            line += f"  over the best peer x{time / own.seconds:.2f} (alone x{time / own.alone:.2f}): {best}"
-            ratios += [(time / own.seconds, time / own.alone)] if m == 1 else []
-        print(line, *(f"    {time * 1e6:8.2f} us {peer} {way}" for peer, time, way in peers), sep="\n", flush=True)
-    for i, words in enumerate(("", ", each launch waiting for the one before") if ratios else ()):
-        found = [pair[i] for pair in ratios]
+        best, time, _ = min(peers, key=lambda peer: peer[1], default=(None, None, None))
+        printed.add({
+            "rows x K": f"{n} x {k}", "weights": name, "M": m, "ours, us": 1e6 * ours, "share": size / ours / limit,
+            "waiting, us": 1e6 * waiting, "best peer": best, "its time, us": 1e6 * time if time else None,
+            "ratio": time / ours if time else None, "ratio, waiting": time / waiting if time else None,
+        })  # fmt: skip
+        ratios += [(time / ours, time / waiting)] if time and m == 1 else []
+        print(
+            "".join(f"    {seconds * 1e6:8.2f} us {peer} {way}\n" for peer, seconds, way in peers), end="", flush=True
+        )
+    for words, found in zip(("", ", each launch waiting for the one before"), zip(*ratios, strict=True), strict=False):
         mean = statistics.geometric_mean(found)
         print(f"{name}, one token{words}: ours over the best peer {min(found):.2f} at the least, mean {mean:.2f}")
 
 
-def show(options: argparse.Namespace) -> None:
+def run(asked: argparse.Namespace) -> dict[str, Any]:
     """Everything that was asked for, printed as it comes."""
-    limit = read_limit(options.libraries[0])
-    print(f"{torch.cuda.get_device_name()}: read limit {limit / 1e12:.3f} TB/s", flush=True)
-    if options.shapes:
-        print(f"peers from {gemv_peers.versions()}", flush=True)
-    for name in options.formats:
-        if not options.no_chain:
-            show_chain(name, options, limit)
+    torch.manual_seed(0)
+    limit = read_limit(asked.libraries[0])
+    print(f"read limit {limit / 1e12:.3f} TB/s, peers from {gemv_peers.versions()}", flush=True)
+    found: dict[str, Any] = {"read_limit": limit, "chain": [], "shapes": []}
+    for name in asked.cases:
+        if asked.chain:
+            printed = Table("32 layers of four products, median of 12 replays")
+            chain(name, asked, limit, printed)
+            found["chain"] += printed.rows
             torch.cuda.empty_cache()
-        if options.shapes:
-            show_shapes(name, options, limit)
-    if "plain" in options.formats and options.shapes and not options.no_chain:
-        times = "  ".join(f"M={m} {torch_chain(m) * 1e3:.3f} ms" for m in options.tokens)
+        if asked.shapes:
+            printed = Table("each shape alone")
+            shapes(name, asked, limit, printed)
+            found["shapes"] += printed.rows
+    if "plain" in asked.cases and asked.shapes and asked.chain:
+        times = "  ".join(f"M={m} {torch_chain(m) * 1e3:.3f} ms" for m in asked.tokens)
         print(f"chain torch bf16 {times}", flush=True)
+    return found

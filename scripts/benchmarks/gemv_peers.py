@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.bench.timing import measure_replays
-from benchmarks.layer_shapes import rotation
+from scripts.benchmarks.kernels import rotation
 from tests.support.gemv_reference import reference
 
 Call = Callable[[], Tensor]
@@ -35,12 +35,8 @@ class Peer:
     bound: float = 0.01
 
 
-def _one_way(calls: list[Call], due: Tensor, bound: float = 0.01) -> Peer:
-    return Peer({"": calls}, due, bound)
-
-
-def _dense(n: int, k: int, count: int) -> list[Tensor]:
-    return [torch.randn(n, k, device="cuda", dtype=BF16) / k**0.5 for _ in range(count)]
+def _dense(n: int, k: int) -> list[Tensor]:
+    return [torch.randn(n, k, device="cuda", dtype=BF16) / k**0.5 for _ in range(rotation(n, k, 16))]
 
 
 def _int8(n: int, k: int) -> tuple[list[Tensor], Tensor]:
@@ -55,20 +51,20 @@ def _gemm(x: Tensor, w: Tensor, scale: Tensor | None = None) -> Tensor:
 
 
 def cublas(x: Tensor, n: int, k: int) -> Peer:
-    ws = _dense(n, k, rotation(n, k, 16))
-    return _one_way([lambda w=w: functional.linear(x, w) for w in ws], _gemm(x, ws[0]))
+    ws = _dense(n, k)
+    return Peer({"": [partial(functional.linear, x, w) for w in ws]}, _gemm(x, ws[0]))
 
 
 def torch_mv(x: Tensor, n: int, k: int) -> Peer:
-    ws = _dense(n, k, rotation(n, k, 16))
-    return _one_way([lambda w=w: torch.mv(w, x[0]) for w in ws], _gemm(x, ws[0])[0])
+    ws = _dense(n, k)
+    return Peer({"": [partial(torch.mv, w, x[0]) for w in ws]}, _gemm(x, ws[0])[0])
 
 
 def int_mm(x: Tensor, n: int, k: int) -> Peer:
     """Activations in int8 too, no scales, and 32 rows of them: at least 17 are asked for."""
     ws, _ = _int8(n, k)
     rows = torch.randint(-127, 128, (32, k), device="cuda", dtype=torch.int8)
-    return _one_way([lambda w=w: torch._int_mm(rows, w.t()) for w in ws], _gemm(rows, ws[0]), 0.0)
+    return Peer({"": [lambda w=w: torch._int_mm(rows, w.t()) for w in ws]}, _gemm(rows, ws[0]), 0.0)
 
 
 def compiled(x: Tensor, n: int, k: int) -> Peer:
@@ -77,7 +73,7 @@ def compiled(x: Tensor, n: int, k: int) -> Peer:
     settings = {"max_autotune_pointwise": True, "coordinate_descent_tuning": False}
     call = torch.compile(lambda w, scale: (x * w).sum(-1) * scale, dynamic=False, options=settings)
     ws, scale = _int8(n, k)
-    return _one_way([lambda w=w: call(w, scale) for w in ws], _gemm(x, ws[0], scale)[0])
+    return Peer({"": [partial(call, w, scale) for w in ws]}, _gemm(x, ws[0], scale)[0])
 
 
 def tinygemm(x: Tensor, n: int, k: int) -> Peer:
@@ -86,95 +82,68 @@ def tinygemm(x: Tensor, n: int, k: int) -> Peer:
     pairs = [(packed.clone(), torch.rand(k // 128, n, 2, device="cuda").to(BF16) / 100) for _ in range(count)]
     codes = torch.stack([q >> 4, q & 15], -1).view(n, -1, 128).double() - 8
     scale, zero = pairs[0][1].double().transpose(0, 1)[..., None].unbind(2)
-    product = torch.ops.aten._weight_int4pack_mm
-    return _one_way(
-        [lambda w=w, s=s: product(x, w, 128, s) for w, s in pairs], _gemm(x, (codes * scale + zero).flatten(1))
-    )
+    calls = [partial(torch.ops.aten._weight_int4pack_mm, x, w, 128, s) for w, s in pairs]
+    return Peer({"": calls}, _gemm(x, (codes * scale + zero).flatten(1)))
 
 
-def _torchao(x: Tensor, n: int, k: int, bits: int, options: object, bound: float, *, by_compiler: bool) -> Peer:
-    from torchao.quantization import quantize_
+def torchao(packing: str | None, x: Tensor, n: int, k: int) -> Peer:
+    """int4 in a packing, or (None) int8 with the compiler, whose settings torchao's own configuration makes."""
+    from torchao import quantization as ao
 
-    weights, dense = [], None
-    for _ in range(rotation(n, k, bits)):
-        layer = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=BF16)
+    options = ao.Int8WeightOnlyConfig(version=2) if packing is None else ao.Int4WeightOnlyConfig(
+        group_size=128, int4_packing_format=packing, set_inductor_config=False
+    )  # fmt: skip
+    layers = [
+        torch.nn.Linear(k, n, bias=False, device="cuda", dtype=BF16) for _ in range(rotation(n, k, 4 if packing else 8))
+    ]
+    for layer in layers:
         torch.nn.init.normal_(layer.weight)  # of size one: tile_packed_to_4d has no scale below bf16's epsilon
-        dense = _gemm(x, layer.weight.detach()) if dense is None else dense
-        quantize_(layer, options)
-        weights.append(layer.weight)
-    if by_compiler:
+    dense = _gemm(x, layers[0].weight.detach())
+    for layer in layers:
+        ao.quantize_(layer, options)
+    if packing is None:
         torch.compiler.reset()
-    product = torch.compile(functional.linear, dynamic=False) if by_compiler else functional.linear
-    assert dense is not None
-    return _one_way([lambda w=w: product(x, w) for w in weights], dense, bound)
+    product = functional.linear if packing else torch.compile(functional.linear, dynamic=False)
+    return Peer({"": [partial(product, x, layer.weight) for layer in layers]}, dense, 0.15 if packing else 0.02)
 
 
-def torchao_int8(x: Tensor, n: int, k: int) -> Peer:
-    """With the compiler, and its settings as torchao's own configuration makes them."""
-    from torchao.quantization import Int8WeightOnlyConfig
+def by_triton(form: str, x: Tensor, n: int, k: int) -> Peer:
+    """The plain Triton GEMV, by each of its tiles."""
+    from scripts.benchmarks.triton_gemv import TILES, int4_meaning, int4_rows_of, rows_of
 
-    return _torchao(x, n, k, 8, Int8WeightOnlyConfig(version=2), 0.02, by_compiler=True)
+    if form == "plain":
+        ws = _dense(n, k)
+        return Peer({str(t): [partial(rows_of, x, w, None, t) for w in ws] for t in TILES}, _gemm(x, ws[0]))
+    if form == "int8":
+        ws, s = _int8(n, k)
+        return Peer({str(t): [partial(rows_of, x, w, s, t) for w in ws] for t in TILES}, _gemm(x, ws[0], s))
 
+    def one() -> tuple[Tensor, Tensor, Tensor | None]:
+        q = torch.randint(0, 256, (n, k // 2), device="cuda", dtype=torch.uint8)
+        scale, least = (torch.rand(n, k // 128, device="cuda").to(BF16) / 100 for _ in range(2))
+        return q, scale, least if form.endswith("minimum") else None
 
-def torchao_int4(packing: str) -> Callable[[Tensor, int, int], Peer]:
-    def make(x: Tensor, n: int, k: int) -> Peer:
-        from torchao.quantization import Int4WeightOnlyConfig
-
-        options = Int4WeightOnlyConfig(group_size=128, int4_packing_format=packing, set_inductor_config=False)
-        return _torchao(x, n, k, 4, options, 0.15, by_compiler=False)
-
-    return make
-
-
-def triton_dense(x: Tensor, n: int, k: int) -> Peer:
-    from benchmarks.triton_gemv import TILES, rows_of
-
-    ws = _dense(n, k, rotation(n, k, 16))
-    return Peer({str(t): [lambda w=w, t=t: rows_of(x, w, None, t) for w in ws] for t in TILES}, _gemm(x, ws[0]))
-
-
-def triton_int8(x: Tensor, n: int, k: int) -> Peer:
-    from benchmarks.triton_gemv import TILES, rows_of
-
-    ws, s = _int8(n, k)
-    return Peer({str(t): [lambda w=w, t=t: rows_of(x, w, s, t) for w in ws] for t in TILES}, _gemm(x, ws[0], s))
-
-
-def triton_int4(*, minimum: bool) -> Callable[[Tensor, int, int], Peer]:
-    def make(x: Tensor, n: int, k: int) -> Peer:
-        from benchmarks.triton_gemv import TILES, int4_meaning, int4_rows_of
-
-        def one() -> tuple[Tensor, Tensor, Tensor | None]:
-            q = torch.randint(0, 256, (n, k // 2), device="cuda", dtype=torch.uint8)
-            beside = [torch.rand(n, k // 128, device="cuda").to(BF16) / 100 for _ in range(2)]
-            return q, beside[0], beside[1] if minimum else None
-
-        ws = [one() for _ in range(rotation(n, k, 4))]
-        ways = {str(t): [lambda w=w, t=t: int4_rows_of(x, *w, t) for w in ws] for t in TILES}
-        return Peer(ways, _gemm(x, int4_meaning(*ws[0])))
-
-    return make
+    packs = [one() for _ in range(rotation(n, k, 4))]
+    ways = {str(t): [partial(int4_rows_of, x, *pack, t) for pack in packs] for t in TILES}
+    return Peer(ways, _gemm(x, int4_meaning(*packs[0])))
 
 
 _INT4 = {
-    "tinygemm": tinygemm,
-    "torchao tile_packed_to_4d": torchao_int4("tile_packed_to_4d"),
-    "torchao plain": torchao_int4("plain"),
-}
-#: by format, then by name
+    "tinygemm": tinygemm, "torchao tile_packed_to_4d": partial(torchao, "tile_packed_to_4d"),
+    "torchao plain": partial(torchao, "plain"),
+}  # fmt: skip
+#: by format, then by name; Triton's for each
 PEERS: dict[str, dict[str, Callable[[Tensor, int, int], Peer]]] = {
-    "plain": {"cuBLAS": cublas, "torch.mv": torch_mv, "Triton": triton_dense},
-    "int8": {"_int_mm": int_mm, "torch.compile": compiled, "Triton": triton_int8, "torchao compiled": torchao_int8},
-    "int4_g128": {**_INT4, "Triton": triton_int4(minimum=False)},
-    "int4_g128_minimum": {**_INT4, "Triton": triton_int4(minimum=True)},
-}
+    "plain": {"cuBLAS": cublas, "torch.mv": torch_mv},
+    "int8": {"_int_mm": int_mm, "torch.compile": compiled, "torchao compiled": partial(torchao, None)},
+    "int4_g128": _INT4, "int4_g128_minimum": _INT4,
+}  # fmt: skip
 LIBRARIES = ("torchao", "triton", "torch", "mslk-cuda")  # the last one is torchao's, for its packing "plain"
 ONE_TOKEN = ("torch.mv", "torch.compile", "Triton", "torchao compiled")
 #: what foreign code raises where it does not run on this machine or shape
 FAILURES = (RuntimeError, ImportError, AssertionError, ValueError, TypeError, AttributeError)
 
 
-@cache
 def installed(library: str) -> str | None:
     """Its version."""
     try:
@@ -203,7 +172,8 @@ def measure(peer: Peer) -> tuple[float, str]:
 def times(form: str, n: int, k: int, m: int) -> Iterator[tuple[str, float, str]]:
     """(peer, seconds, its fastest way) of each peer that runs for weights [n, k] in this format and m tokens."""
     x = torch.randn(m, k, device="cuda", dtype=BF16)
-    for label, make in PEERS.get(form, {}).items():
+    peers = PEERS.get(form)
+    for label, make in ({**peers, "Triton": partial(by_triton, form)} if peers else {}).items():
         library = next((name for name in LIBRARIES if label.lower().startswith(name)), "torch")
         if not installed(library) or (m > 1 and label in ONE_TOKEN):
             continue

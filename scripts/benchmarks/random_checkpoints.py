@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 from accelpatch.kernels.codebooks import CODEBOOKS
@@ -34,29 +34,17 @@ def write(folder: Path, kind: str, model: Any) -> int:
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator(model.device).manual_seed(1)
     made = {"gptq": _gptq, "gptq, act-order": _gptq, "awq": _awq, "nf4": _nf4}[kind]
-    groups: dict[str, dict[str, Tensor]] = {}
+    state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         path = name.removesuffix(".weight")
-        shard = groups.setdefault(".".join(name.split(".")[:3]), {})
         if name.endswith("proj.weight"):
             n, k = tensor.shape
             order = orders(path, k, tensor.device) if kind.endswith("act-order") else None
-            shard.update({f"{path}.{part}": one for part, one in made(n, k, generator, order)})
+            state |= {f"{path}.{part}": one.cpu() for part, one in made(n, k, generator, order)}
         else:
-            shard[name] = tensor
-    return _save(folder, groups.values())
-
-
-def _save(folder: Path, shards: Any) -> int:
-    index, total, shards = {}, 0, list(shards)
-    for at, shard in enumerate(shards, 1):
-        file = f"model-{at:05d}-of-{len(shards):05d}.safetensors"
-        save_file({name: one.cpu().contiguous() for name, one in shard.items()}, folder / file, {"format": "pt"})
-        index.update(dict.fromkeys(shard, file))
-        total += (folder / file).stat().st_size
-    facts = {"metadata": {"total_size": total}, "weight_map": index}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(facts))
-    return total
+            state[name] = tensor.cpu()
+    save_torch_state_dict(state, folder)
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def orders(path: str, k: int, device: torch.device) -> Tensor:

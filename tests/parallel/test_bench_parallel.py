@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.benchmarks.parallel import layout
 from tests.support.tiny import CAUSAL
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_parallel.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench.py"
 
 
 def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "found.json"
-    words = ["--tiny", "--repeats", "1", "--new", "4", "--offloaded-new", "3", "--recipes", "int4"]
-    words += ["--maps", "one", "auto", "cpu", "disk", "--folder", str(tmp_path), "--json", str(out)]
+    words = ["parallel", "--tiny", "--repeats", "1", "--new", "4", "--offloaded-new", "3", "--recipes", "int4"]
+    words += ["--cases", "one", "auto", "cpu", "disk", "--folder", str(tmp_path), "--json", str(out)]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -26,7 +27,7 @@ def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     rows = json.loads(out.read_text())["rows"]
     engines = [(row["map"], row["engine"]) for row in rows]
     assert engines == [(kind, engine) for kind in ("one", "cpu", "disk") for engine in ("unpatched", "int4")]
-    assert all(row["apart"] < 1e-3 and row["tokens_s"] > 0 for row in rows)
+    assert all(row["apart"] < 1e-3 and row["tok/s"] > 0 for row in rows)
     printed = capsys.readouterr().out
     assert "auto: it needs two GPUs" in printed
     assert "| disk | int4 |" in printed
@@ -35,13 +36,12 @@ def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
 @pytest.mark.parametrize("kind", ["auto", "balanced", "balanced_low_0", "sequential", "hand"])
 def test_maps_over_two_gpus(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part has a place, no layer is split, and both GPUs have layers."""
-    scope = runpy.run_path(str(SCRIPT))
     room = {0: 10**9, 1: 10**9, "cpu": 10**9}
     monkeypatch.setattr("accelerate.utils.modeling.get_max_memory", lambda given=None: dict(given or room))
     monkeypatch.setattr("accelerate.utils.modeling.is_mps_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model = CAUSAL["qwen2"].make(num_hidden_layers=8)
-    places = scope["layout"](kind, model, 0.25)
+    places = layout(kind, model, 0.25)
     named = [name for name, _ in model.named_parameters()]
     assert all(sum(name.startswith(f"{part}.") for part in places) == 1 for name in named)
     layers = [places.get(f"model.layers.{place}") for place in range(8)]

@@ -221,7 +221,7 @@ def test_amd_has_one_stage_where_two_do_not_compile(arch: str, size: int, length
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_120", "gfx90a", "gfx942", "gfx950"])
 def test_tiles_fit(arch: str) -> None:
     from accelpatch.kernels.triton import flash_tiles
-    from scripts.bench_flash import configurations
+    from scripts.benchmarks.flash import configurations
 
     device = KNOWN[arch]
     for size in (64, 80, 128, 256):

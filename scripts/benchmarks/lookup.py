@@ -1,7 +1,6 @@
 """Prompt lookup on one GPU, beside the same patched model without it, in one run and in turn.
 
-    python scripts/bench_lookup.py [--model llama2-7b] [--recipes exact int8 int4] [--new 128] [--repeats 5]
-                                   [--json FILE]
+    python scripts/bench.py lookup [--model llama2-7b] [--recipes exact int8 int4] [--new 128] [--repeats 5]
 
 The model has the named shape and random bf16 weights. Before anything is timed, tokens, scores, logits and cached keys
 and values of several prompts and ways of choosing are held to those without prompt lookup, bit for bit; drafts are the
@@ -18,36 +17,35 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import random
 import statistics
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import accelpatch
 from accelpatch.bench.timing import once
-from accelpatch.models import load
 from accelpatch.recipe.recipe import Runtime
 from accelpatch.runtime.generation.patched_model import RUNTIME, new_runtime
 from accelpatch.runtime.generation.speculation import ACCEPTED, DRAFTS, STEPS, PromptLookup
 from accelpatch.runtime.graphs.kv_cache import cache_of
 from accelpatch.runtime.graphs.step import CAPTURED
+from scripts.benchmarks.engines import Engine, answers, random_model
+from scripts.benchmarks.harness import TINY, Option, Table, cases, common
 
-SHORT = 16  # tokens of the short answer
+SHORT, OFF, ON = 16, "off", "prompt_lookup"  # tokens of the short answer; what generate() may do
 TRIES = 20  # prompts that are tried for an answer that repeats nothing
 REPLAYS = 30
+CASES = ["copying", "new", "misleading"]
+OPTIONS = (
+    *common(model="llama2-7b", device="cuda", recipes=["exact", "int8", "int4"], repeats=5), cases(CASES),
+    Option("new", 128, "Tokens of the long answer."), TINY,
+)  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "logits": {"output_logits": True, "output_scores": True},
@@ -63,7 +61,7 @@ class Pair:
         self.model: Any = copy.deepcopy(base)
         accelpatch.patch(self.model, recipe, keep_original="none")
         kind = next(self.model.parameters()).device.type
-        self.runtimes = {say: new_runtime(kind, Runtime(speculate=say)) for say in ("off", "prompt_lookup")}
+        self.runtimes = {say: new_runtime(kind, Runtime(speculate=say)) for say in (OFF, ON)}
 
     def call(self, say: str, ids: Tensor, new: int, **options: Any) -> Any:
         """So many new tokens with prompt lookup `off`, or by `prompt_lookup`."""
@@ -74,36 +72,7 @@ class Pair:
 
     def paths(self) -> Counter[str]:
         """What calls with prompt lookup did so far."""
-        return Counter(self.runtimes["prompt_lookup"].paths)
-
-
-@dataclass
-class Case:
-    """Seconds of a step's worth, by turn: of a token without prompt lookup and with it."""
-
-    name: str
-    ids: Tensor
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {"off": [], "prompt_lookup": []})
-
-    def time(self, pair: Pair, new: int) -> None:
-        """One turn of each, by the difference of a long and a short answer."""
-        device = self.ids.device
-        for say, seconds in self.seconds.items():
-            short, long = (once(lambda n=n, s=say: pair.call(s, self.ids, n), device) for n in (SHORT, new))
-            seconds.append((long - short) / (new - SHORT))
-
-    def figures(self, pair: Pair, recipe: str, new: int) -> dict[str, Any]:
-        """Tokens a second of both (median, slowest, fastest), their ratio, and what a call did."""
-        before = pair.paths()
-        pair.call("prompt_lookup", self.ids, new)
-        did = pair.paths() - before
-        rates = {say: sorted(1 / one for one in seconds) for say, seconds in self.seconds.items()}
-        medians = {say: statistics.median(rate) for say, rate in rates.items()}
-        return {
-            "recipe": recipe, "case": self.name, "prompt": self.ids.shape[1], "rates": rates, "medians": medians,
-            "times": medians["prompt_lookup"] / medians["off"], "steps": did[CAPTURED], "of_several": did[STEPS],
-            "right": did[ACCEPTED],
-        }  # fmt: skip
+        return Counter(self.runtimes[ON].paths)
 
 
 def same(mine: Any, due: Any) -> bool:
@@ -134,9 +103,9 @@ def check(pair: Pair, base: Any, recipe: str, new: int = 32) -> None:
     for way, options in WAYS.items():
         before = pair.paths()
         for name, ids in prompts.items():
-            due = pair.call("off", ids, new, **options)
+            due = pair.call(OFF, ids, new, **options)
             with oracle(due.sequences):
-                mine = pair.call("prompt_lookup", ids, new, **options)
+                mine = pair.call(ON, ids, new, **options)
             if not same(mine, due):
                 raise SystemExit(f"{recipe}, {way}, prompt {name}: other bits than without: nothing is timed over red")
         did = pair.paths() - before
@@ -151,11 +120,11 @@ def drawn(base: Any, length: int, seed: int) -> Tensor:
     return made.to(base.device)
 
 
-def cases(pair: Pair, base: Any, new: int) -> dict[str, Tensor]:
+def prompts(pair: Pair, base: Any, new: int) -> dict[str, Tensor]:
     """The prompts of the three cases."""
 
     def answer(ids: Tensor, length: int) -> Tensor:
-        made: Tensor = pair.call("off", ids, length).sequences[:, ids.shape[1] :]
+        made: Tensor = pair.call(OFF, ids, length).sequences[:, ids.shape[1] :]
         return made
 
     known = answer(drawn(base, 64, 0), 192)
@@ -175,7 +144,7 @@ def cases(pair: Pair, base: Any, new: int) -> dict[str, Tensor]:
 
 def step_seconds(pair: Pair) -> dict[str, float]:
     """Milliseconds of a step of one token and of one of several, replayed over the same cache."""
-    step = next(reversed(pair.runtimes["prompt_lookup"].captured._steps.values()))
+    step = next(reversed(pair.runtimes[ON].captured._steps.values()))
     found = {}
     for name, replay in (("one", step.replay), ("several", step.verification.replay)):
 
@@ -203,63 +172,41 @@ def forgetting(base: Any) -> Iterator[None]:
             weight.copy_(before)
 
 
-def measured(base: Any, recipe: str, new: int, repeats: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """All of one recipe: check, cases, steps."""
-    begun = time.perf_counter()
+def measured(base: Any, recipe: str, asked: argparse.Namespace, printed: Table) -> dict[str, float]:
+    """All of one recipe: check, cases; milliseconds of its steps."""
     check(Pair(base, recipe), base, recipe)
     with forgetting(base):
         pair = Pair(base, recipe)
-    given = cases(pair, base, new)
-    print(f"{recipe}: checked and made ready in {time.perf_counter() - begun:.1f} s", flush=True)
-    timed = [Case(name, ids) for name, ids in given.items()]
-    for case in timed:
-        case.time(pair, new)
-        case.seconds = {say: [] for say in case.seconds}
-    for _ in range(repeats):
-        for case in timed:
-            case.time(pair, new)
-    rows = [case.figures(pair, recipe, new) for case in timed]
-    steps = step_seconds(pair)
-    print(f"{recipe}: {time.perf_counter() - begun:.1f} s in all; ms of a step of one token and of several: {steps}")
-    return rows, steps
+    given = {name: ids for name, ids in prompts(pair, base, asked.new).items() if name in asked.cases}
+    engines = {
+        (name, say): Engine(name, pair.model, lambda ids, new, say=say: pair.call(say, ids, new))
+        for name in given for say in (OFF, ON)
+    }  # fmt: skip
+    ids = {(name, say): given[name] for name, say in engines}
+    taken = answers(engines, ids, asked.new, asked.repeats, 1, SHORT)
+    for name, prompt in given.items():
+        before = pair.paths()
+        pair.call(ON, prompt, asked.new)
+        did = pair.paths() - before
+        rates = {say: sorted(1 / one for one in taken[name, say].step) for say in (OFF, ON)}
+        medians = {say: statistics.median(rate) for say, rate in rates.items()}
+        row: dict[str, Any] = {"recipe": recipe, "case": name, "prompt": prompt.shape[1]}
+        for say, label in ((OFF, "without"), (ON, "with")):
+            row |= {f"{label}, tok/s": medians[say], f"of it, tok/s ({label})": (rates[say][0], rates[say][-1])}
+        row |= {
+            "times": medians[ON] / medians[OFF],
+            "steps": did[CAPTURED],
+            f"of them of {DRAFTS + 1} tokens": did[STEPS],
+        }
+        printed.add(row | {"drafts accepted": did[ACCEPTED]})
+    return step_seconds(pair)
 
 
-def table(rows: list[dict[str, Any]]) -> None:
-    """The figures as text."""
-    print("\n| recipe | case | prompt | tok/s without | with | times | steps | of them of 8 tokens | drafts right |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for row in rows:
-        shown = [
-            f"{row['medians'][say]:.1f} ({row['rates'][say][0]:.1f} to {row['rates'][say][-1]:.1f})"
-            for say in ("off", "prompt_lookup")
-        ]
-        print(f"| {row['recipe']} | {row['case']} | {row['prompt']} | {shown[0]} | {shown[1]} | {row['times']:.2f} | "
-              f"{row['steps']} | {row['of_several']} | {row['right']} |")  # fmt: skip
-
-
-def main() -> None:
+def run(asked: argparse.Namespace) -> dict[str, Any]:
     """Check, time, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama2-7b", help="The model whose shape is used (default: %(default)s).")
-    parser.add_argument("--device", default="cuda", help="The device to run on (default: %(default)s).")
-    parser.add_argument("--recipes", nargs="*", default=["exact", "int8", "int4"],
-                        help="The recipes to patch with (default: %(default)s).")  # fmt: skip
-    parser.add_argument("--new", type=int, default=128, help="Tokens of the long answer (default: %(default)s).")
-    parser.add_argument("--repeats", type=int, default=5, help="Timed turns of each case (default: %(default)s).")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="Write all figures to this file.")
-    asked = parser.parse_args()
-    base: Any = load.random(asked.model, dtype=torch.bfloat16, device=torch.device(asked.device))
-    base.generation_config.eos_token_id = None
-    every, steps = [], {}
+    base, steps = random_model(asked), {}
+    printed = Table(f"{asked.new} new tokens, median of {asked.repeats} after 1 to warm up")
     for recipe in asked.recipes:
-        rows, steps[recipe] = measured(base, recipe, asked.new, asked.repeats)
-        every += rows
-        table(rows)
-    if len(asked.recipes) > 1:
-        table(every)
-    if asked.json:
-        asked.json.write_text(json.dumps({"rows": every, "ms_of_steps": steps}, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+        steps[recipe] = measured(base, recipe, asked, printed)
+    print(f"\nms of a step of one token and of several, replays alone: {steps}")
+    return {"rows": printed.rows, "ms_of_steps": steps}

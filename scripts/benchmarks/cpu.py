@@ -1,6 +1,6 @@
 """This CPU through stock generate(): the original, the patched models and llama.cpp beside them, all in one run.
 
-    python scripts/compare_cpu.py [--gguf FILE] [--model NAME_OR_FOLDER] [--new 128] [--repeats 7] [--plot FILE]
+    python scripts/bench.py cpu [--gguf FILE] [--model NAME_OR_FOLDER] [--new 128] [--repeats 7] [--plot FILE]
 
 Batch 1, greedy, the same prompt and `--new` tokens for all; engines take turns. A call for one token is taken off each
 call of generate(). llama.cpp runs FILE, and FILE converted to Q8_0 by its own quantiser, through llama-cpp-python
@@ -16,9 +16,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from importlib import import_module, metadata, util
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module, util
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,24 @@ import torch
 from gguf import GGUFReader
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import accelpatch
+from accelpatch.bench import plot
 from accelpatch.bench.read_limit import read_limit
 from accelpatch.kernels.cpu import native_library
+from scripts.benchmarks.engines import in_turn, plain
+from scripts.benchmarks.harness import Option, common, table
 
 PROMPT = "The history of the bicycle begins in the nineteenth century, when a baron from the south of Germany"
-RECIPES = ("int8", "int4")
 PREFILL = 512
 FTYPE_Q8_0 = 7  # LLAMA_FTYPE_MOSTLY_Q8_0
+CASES = (None, "int8", "int4")  # recipes; None: the original
+OPTIONS = (
+    *common(device="cpu", repeats=7),
+    Option("model", "smollm2-135m", "A model's name or folder."), Option("new", 128, "Tokens to generate."),
+    Option("gguf", None, "Run llama.cpp with this file too.", kind=Path, metavar="FILE"),
+    Option("threads", torch.get_num_threads(), "Threads of every engine."),
+    Option("plot", None, "Draw both tables into this .png or .svg. It needs matplotlib.", kind=Path, metavar="FILE"),
+)  # fmt: skip
 
 
 @dataclass
@@ -51,8 +59,6 @@ class Engine:
     prefill: Callable[[], float]
     resident: int
     patch_seconds: float | None = None
-    decoded: list[float] = field(default_factory=list)
-    prefilled: list[float] = field(default_factory=list)
 
 
 def resident_bytes(model: nn.Module) -> int:
@@ -75,15 +81,14 @@ def through_generate(name: str, model: Any, prompt: Tensor, new: int, size: int)
     long = torch.randint(prompt.max().item(), (1, PREFILL), generator=torch.Generator().manual_seed(0))
 
     def run(ids: Tensor, count: int) -> float:
-        options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
-        return seconds(lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **options))
+        return seconds(lambda: plain(model, ids, count))
 
     return Engine(name, size, lambda: -run(prompt, 1) + run(prompt, new), lambda: run(long, 1), resident_bytes(model))
 
 
 def ours(arguments: argparse.Namespace) -> Iterator[tuple[Engine, list[int]]]:
     """The original and the patched models, and the prompt's ids."""
-    for recipe in (None, *RECIPES):
+    for recipe in CASES:
         loaded = accelpatch.load(arguments.model, dtype="float32")
         model: Any = loaded.model
         ids = loaded.tokenizer(PROMPT, return_tensors="pt")["input_ids"]
@@ -134,54 +139,27 @@ def llama_cpp(file: Path, prompt: list[int], new: int) -> Engine:
     return Engine(f"llama.cpp {file.stem}", size, decode, lambda: seconds(lambda: start(long)), size)
 
 
-def table(
-    engines: list[Engine], rates: Callable[[Engine], list[float]], extra: dict[str, Callable[[Engine], str]]
-) -> None:
-    """Median rate with spread, the extra columns, and the median's ratio to each peer."""
-    median = {engine.name: statistics.median(rates(engine)) for engine in engines}
+def rows(engines: Sequence[Engine], rates: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Median rate with its spread, and its ratio to each peer."""
+    median = {name: statistics.median(found) for name, found in rates.items()}
     peers = [engine.name for engine in engines if not engine.name.startswith("accelpatch")]
-    heads = ["engine", "tokens/s, median", "slowest to fastest", *extra, *(f"x {name}" for name in peers)]
-    print("\n| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
-    for engine in engines:
-        found = rates(engine)
-        cells = [engine.name, f"{median[engine.name]:.1f}", f"{min(found):.1f} to {max(found):.1f}"]
-        cells += [column(engine) for column in extra.values()]
-        print("| " + " | ".join([*cells, *(f"{median[engine.name] / median[peer]:.2f}" for peer in peers)]) + " |")
+    return [
+        {"engine": one.name, "tok/s": median[one.name],
+         "slowest to fastest, tok/s": (min(rates[one.name]), max(rates[one.name])),
+         **{f"times {peer}": median[one.name] / median[peer] for peer in peers}}
+        for one in engines
+    ]  # fmt: skip
 
 
-def show(engines: list[Engine], new: int, limit: float) -> None:
-    """The two tables."""
-
-    def share(engine: Engine) -> str:
-        return f"{statistics.median((new - 1) / taken for taken in engine.decoded) * engine.bytes / limit:.0%}"
-
-    columns: dict[str, Callable[[Engine], str]] = {
-        "MB a token": lambda e: f"{e.bytes / 1e6:.0f}",
-        "of the read limit": share,
-    }
-    columns["resident, of float32"] = lambda e: f"{e.resident / engines[0].resident:.3f}"
-    columns["patch and verify, s"] = lambda e: "" if e.patch_seconds is None else f"{e.patch_seconds:.1f}"
-    print(f"\nDecode, {new} new tokens:")
-    table(engines, lambda engine: [(new - 1) / taken for taken in engine.decoded], columns)
-    print(f"\nPrefill, a prompt of {PREFILL}:")
-    table(engines, lambda engine: [PREFILL / taken for taken in engine.prefilled], {})
-
-
-def draw(engines: list[Engine], new: int, title: str, path: Path) -> None:
+def draw(pictures: dict[str, dict[str, list[float]]], title: str, path: Path) -> None:
     """Bars of both medians, from slowest to fastest as whiskers."""
     figure = import_module("matplotlib.figure").Figure(figsize=(9, 3.2), layout="constrained")
-    pictures = {
-        f"decode, {new} tokens": lambda e: [(new - 1) / taken for taken in e.decoded],
-        f"prefill, {PREFILL} tokens": lambda e: [PREFILL / taken for taken in e.prefilled],
-    }
-    names = [engine.name.replace("SmolLM2-135M-Instruct.", "").replace("Q4_1-to-", "") for engine in engines]
-    colors = ["#d1495b" if name.startswith("accelpatch") else "#9aa5b1" for name in names]
     for axes, (label, rates) in zip(figure.subplots(1, 2, sharey=True), pictures.items(), strict=True):
-        found = [rates(engine) for engine in engines]
-        medians = [statistics.median(one) for one in found]
-        spread = [[m - min(one) for m, one in zip(medians, found, strict=True)]]
-        spread.append([max(one) - m for m, one in zip(medians, found, strict=True)])
-        bars = axes.barh(names, medians, xerr=spread, capsize=3, color=colors)
+        names = [name.replace("SmolLM2-135M-Instruct.", "").replace("Q4_1-to-", "") for name in rates]
+        colors = [plot.COLORS["patched" if name.startswith("accelpatch") else "original"] for name in names]
+        medians = [statistics.median(one) for one in rates.values()]
+        ends = [(m - min(one), max(one) - m) for m, one in zip(medians, rates.values(), strict=True)]
+        bars = axes.barh(names, medians, xerr=list(zip(*ends, strict=True)), capsize=3, color=colors)
         axes.bar_label(bars, fmt="%.0f", padding=14)
         axes.set_title(f"{label}: tokens/s", fontsize=10)
         axes.margins(x=0.2)
@@ -190,50 +168,36 @@ def draw(engines: list[Engine], new: int, title: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def measure(engines: list[Engine], repeats: int) -> list[float]:
-    """Every engine in turn, `repeats` times after one to warm up; returns the read limits in bytes a second."""
-    limits = []
-    for repeat in range(repeats + 1):
-        limits.append(read_limit(torch.device("cpu")).bytes_per_second)
-        for engine in engines:
-            decoded, prefilled = engine.decode(), engine.prefill()
-            if repeat:
-                engine.decoded.append(decoded)
-                engine.prefilled.append(prefilled)
-    return limits
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gguf", type=Path, metavar="FILE", help="Run llama.cpp with this file too.")
-    parser.add_argument("--model", default="smollm2-135m", help="A model's name or folder (default: %(default)s).")
-    parser.add_argument("--new", type=int, default=128, help="Tokens to generate (default: %(default)s).")
-    parser.add_argument("--repeats", type=int, default=7, help="Timed turns of each engine (default: %(default)s).")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(),
-                        help="Threads of every engine (default: as many as torch takes).")  # fmt: skip
-    parser.add_argument("--plot", type=Path, metavar="FILE",
-                        help="Draw both tables into this .png or .svg. It needs matplotlib.")  # fmt: skip
-    arguments = parser.parse_args()
-    if arguments.gguf and util.find_spec("llama_cpp") is None:
+def run(asked: argparse.Namespace) -> dict[str, Any]:
+    """Every engine in turn after one turn to warm up, and the read limit in each."""
+    if asked.gguf and util.find_spec("llama_cpp") is None:
         sys.exit("--gguf needs llama.cpp: pip install llama-cpp-python (it is built from source, which takes minutes)")
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(asked.threads)
+    limits: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        pairs = list(ours(arguments))
+        pairs = list(ours(asked))
         engines, prompt = [engine for engine, _ in pairs], pairs[0][1]
-        if arguments.gguf:
-            for file in (arguments.gguf, to_q8_0(arguments.gguf, Path(folder) / f"{arguments.gguf.stem}-to-Q8_0.gguf")):
-                engines.append(llama_cpp(file, prompt, arguments.new))
-        limits = measure(engines, arguments.repeats)
-    packages = ["torch", "transformers", *(["llama-cpp-python"] if arguments.gguf else [])]
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in packages)
-    print(f"\n{native_library.describe()}, {arguments.threads} threads, {versions}")
-    print(f"batch 1, prompt of {len(prompt)} tokens, median of {arguments.repeats}")
-    print(f"read limit {max(limits) / 1e9:.1f} GB/s, the fastest of this run (lowest {min(limits) / 1e9:.1f})")
-    show(engines, arguments.new, max(limits))
-    if arguments.plot:
-        machine = f"{native_library.describe()}, {arguments.threads} threads"
-        draw(engines, arguments.new, f"{Path(arguments.model).name}, batch 1, {machine}", arguments.plot)
-
-
-if __name__ == "__main__":
-    main()
+        if asked.gguf:
+            for file in (asked.gguf, to_q8_0(asked.gguf, Path(folder) / f"{asked.gguf.stem}-to-Q8_0.gguf")):
+                engines.append(llama_cpp(file, prompt, asked.new))
+        calls: dict[str, Callable[[], Any]] = {
+            "": lambda: limits.append(read_limit(torch.device("cpu")).bytes_per_second)
+        } | {one.name: lambda one=one: (one.decode(), one.prefill()) for one in engines}
+        found = in_turn(calls, asked.repeats, 1)
+    limit, machine = max(limits), f"{native_library.describe()}, {asked.threads} threads"
+    print(f"\n{machine}; read limit {limit / 1e9:.1f} GB/s, the fastest of this run (lowest {min(limits) / 1e9:.1f})")
+    decode = {one.name: [(asked.new - 1) / taken for taken, _ in found[one.name]] for one in engines}
+    prefill = {one.name: [PREFILL / taken for _, taken in found[one.name]] for one in engines}
+    beside = [
+        {"MB a token": e.bytes / 1e6, "share of the read limit": statistics.median(decode[e.name]) * e.bytes / limit,
+         "resident, of float32": e.resident / engines[0].resident,
+         "patch and verify, s": e.patch_seconds} for e in engines
+    ]  # fmt: skip
+    about = f"batch 1, prompt of {len(prompt)} tokens, median of {asked.repeats} after 1 to warm up"
+    decoded = [row | more for row, more in zip(rows(engines, decode), beside, strict=True)]
+    made = {"decode": table(decoded, f"decode, {asked.new} new tokens, {about}")}
+    made["prefill"] = table(rows(engines, prefill), f"prefill, a prompt of {PREFILL}, {about}")
+    if asked.plot:
+        pictures = {f"decode, {asked.new} tokens": decode, f"prefill, {PREFILL} tokens": prefill}
+        draw(pictures, f"{Path(asked.model).name}, batch 1, {machine}", asked.plot)
+    return made | {"read_limits": limits}

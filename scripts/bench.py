@@ -1,0 +1,75 @@
+"""The measurements of docs/benchmarks.md, each a topic: python scripts/bench.py TOPIC [--cases ...] [--json FILE].
+
+A topic's own options and cases: python scripts/bench.py TOPIC --help. Every run says its command, day, commit, device
+and versions first. Figures are medians, and compare within one run only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+TOPICS = {
+    "generate": "Time stock generate() before and after a patch, beside its peers.",
+    "paths": "Time every way to call a model, patched and not.",
+    "lookup": "Time prompt lookup beside the same patched model without it.",
+    "families": "Time every family that is fused, beside Llama.",
+    "prompt": "Time the first token of long prompts, with the memory that they take.",
+    "smoothquant": "Time SmoothQuant's recipes beside others, and int8 products.",
+    "fp8": "Time recipe fp8 beside others, and 8-bit float products.",
+    "opt": "Time OPT in float16 and in int8 from end to end, with memory.",
+    "experts": "Time models with experts, and the kernels of experts.",
+    "foreign": "Time checkpoints that others quantised beside own int4.",
+    "parallel": "Time models that accelerate spreads over devices or offloads.",
+    "checkpoint": "Time saving and loading of a patched model.",
+    "patch": "Time patch() at each level of verification.",
+    "start": "Time patch() to the first token in processes that have just begun.",
+    "checks": "Time the checks before each call and each step.",
+    "attention": "Time the attention of a decode step beside torch's.",
+    "flash": "Time the attention of prompts by every implementation.",
+    "gemv": "Time the HIP products of 1 to 8 tokens beside their peers.",
+    "cpu": "Time this CPU through generate(), beside llama.cpp.",
+}
+
+
+def arguments(words: list[str]) -> argparse.Namespace:
+    """The command line; only the topic that it names is imported."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    topics = parser.add_subparsers(dest="topic", required=True, metavar="TOPIC")
+    for name, about in TOPICS.items():
+        one = topics.add_parser(name, help=about, formatter_class=raw)
+        if words[:1] == [name]:
+            topic = import_module(f"scripts.benchmarks.{name}")
+            one.description = topic.__doc__
+            for option in topic.OPTIONS:
+                option.add(one)
+            one.add_argument("--json", type=Path, metavar="FILE", help="Write the facts of the run and all figures.")
+            one.set_defaults(run=topic.run)
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Say where and when, then measure, print, and write what was asked for."""
+    asked = arguments(sys.argv[1:])
+    from scripts.benchmarks import harness
+
+    if getattr(asked, "tiny", False) and hasattr(asked, "device"):
+        asked.device, asked.dtype = "cpu", "float32"
+    run = harness.facts(asked)
+    if not getattr(asked, "child", None):
+        print(harness.said(run), flush=True)
+    asked.facts = run
+    found = asked.run(asked)
+    if asked.json:
+        asked.json.write_text(json.dumps({"run": run, **found}, indent=1) + "\n")
+    sys.exit(getattr(asked, "status", 0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""Models of random weights, patched or not, that take turns at generate(): medians of first tokens and of steps."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import accelpatch
+from accelpatch.bench.generate import generate
+from accelpatch.bench.timing import once, synchronize
+from accelpatch.models import load
+from scripts.benchmarks.harness import Case, table
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+How = Callable[[Any, Tensor, int], object]
+STOCK = "unpatched"
+SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 16}  # fmt: skip
+
+
+@dataclass(eq=False)
+class Engine:
+    """call(ids, new): generates so many tokens. bytes: of weights a token reads. most: new tokens of a call at most."""
+
+    name: str
+    model: Any
+    call: Callable[[Tensor, int], object]
+    bytes: int = 0
+    most: int = sys.maxsize
+    seconds: dict[str, Any] = field(default_factory=dict)
+    gigabytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Seconds of the short answers of an engine, and of a step: what a long one takes beyond a short one, a token."""
+
+    first: list[float]
+    step: list[float]
+
+
+def random_model(asked: argparse.Namespace, *, dtype: torch.dtype | None = None, endless: bool = True) -> Any:
+    """The model of --model, or with --tiny a small one on the CPU. endless: it knows of no token that ends a text."""
+    if getattr(asked, "tiny", False):
+        torch.manual_seed(0)
+        made: Any = LlamaForCausalLM(LlamaConfig(**SMALL)).to(asked.device).eval()
+    else:
+        dtype = dtype or getattr(torch, getattr(asked, "dtype", "bfloat16"))
+        made = load.random(asked.model, dtype=dtype, device=asked.device)
+    if endless:
+        made.generation_config.eos_token_id = None
+    return made
+
+
+def stock(base: Any, name: str = STOCK, size: int = 0, how: How = generate) -> Engine:
+    """An engine of a model as it is."""
+    return Engine(name, base, partial(how, base), size)
+
+
+def plain(model: Any, ids: Tensor, new: int, **options: Any) -> Tensor:
+    """Exactly so many greedy tokens by the model's own generate(), called as programs call it."""
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    made: Tensor = model.generate(input_ids=ids, **given, **options)
+    assert made.shape[1] == ids.shape[1] + new
+    return made
+
+
+def patched(
+    base: Any,
+    recipe: Any,
+    name: str = "",
+    ids: Tensor | None = None,
+    *,
+    keep: bool = True,
+    how: How = generate,
+    **options: Any,
+) -> Engine:
+    """A copy of `base` that is patched as users patch it, verified, the originals freed; what its report says.
+
+    keep: whether `base` stays as it is; it is patched itself otherwise. ids: the prompt of a first token.
+    """
+    name = name or str(recipe)
+    device = next(base.parameters()).device
+    before = allocated(device) or 0.0
+    model = copy.deepcopy(base) if keep else base
+    synchronize(device)
+    begun = time.perf_counter()
+    accelpatch.patch(model, recipe, keep_original="none", **options)
+    synchronize(device)
+    seconds = {"patch, s": time.perf_counter() - begun}
+    if ids is not None:
+        how(model, ids, 1)
+        synchronize(device)
+        seconds["patch to first token, s"] = time.perf_counter() - begun
+    held, report = allocated(device), model.accelpatch.report()
+    gigabytes = None if held is None else held - before
+    found = Engine(name, model, partial(how, model), report.token_bytes[1], seconds=seconds)
+    found.gigabytes = gigabytes if keep else held
+    introduce(found)
+    return found
+
+
+def introduce(engine: Engine) -> None:
+    """Say what the report of a patched model says."""
+    report = engine.model.accelpatch.report()
+    checked = report.verification
+    over = f"{len(checked.failures)} sites over their bound {list(checked.failures[:3])}" if checked else "not verified"
+    fused = f", {checked.fused_layers} layers fused" if checked else ""
+    size = f", {engine.gigabytes:.2f} GB" if engine.gigabytes else ""
+    taken = f"{sum(report.seconds.values()):.1f} s, " if report.seconds else ""
+    print(f"{engine.name}: {taken}{over}{fused}{size}; {'; '.join(report.notes)}", flush=True)
+
+
+def allocated(device: torch.device | str, *, peak: bool = False) -> float | None:
+    """GB in use on a GPU, or the most since the last reset; None on a CPU."""
+    if torch.device(device).type != "cuda":
+        return None
+    if peak:
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device) / 1e9
+
+
+def freed() -> None:
+    """Collect what a model that went left: a patched model and its handle hold each other."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def in_turn(
+    calls: Mapping[K, Callable[[], T]], repeats: int, warmup: int, *, alternating: bool = False
+) -> dict[K, list[T]]:
+    """What every call returned in each of `repeats` turns, after `warmup` turns that do not count.
+
+    alternating: whether the order changes from turn to turn, and so who runs behind whom.
+    """
+    found: dict[K, list[T]] = {name: [] for name in calls}
+    for turn in range(-warmup, repeats):
+        for name in list(calls)[::-1] if alternating and turn % 2 else calls:
+            made = calls[name]()
+            if turn >= 0:
+                found[name].append(made)
+    return found
+
+
+def answers(
+    engines: Mapping[K, Engine],
+    prompts: Tensor | Mapping[K, Tensor],
+    new: int,
+    repeats: int,
+    warmup: int,
+    short: int = 1,
+) -> dict[K, Taken]:
+    """Every engine once a turn: an answer of `short` tokens, and one of `new`; no second one where they are as many."""
+
+    def answer(engine: Engine, ids: Tensor) -> tuple[float, float]:
+        long = min(new, engine.most)
+        first = once(lambda: engine.call(ids, short), ids.device)
+        if long <= short:
+            return first, 0.0
+        return first, (once(lambda: engine.call(ids, long), ids.device) - first) / (long - short)
+
+    def call(key: K) -> Callable[[], tuple[float, float]]:
+        return lambda: answer(engines[key], prompts if isinstance(prompts, Tensor) else prompts[key])
+
+    pairs = in_turn({key: call(key) for key in engines}, repeats, warmup)
+    return {key: Taken(*(list(column) for column in zip(*found, strict=True))) for key, found in pairs.items()}
+
+
+def figures(
+    case: Case,
+    taken: Mapping[str, Taken],
+    beside: Sequence[str] = (),
+    *,
+    short: int = 1,
+    limit: float = 0.0,
+    read: Mapping[str, float] | None = None,
+) -> list[dict[str, Any]]:
+    """Rows of a case: medians, slowest and fastest, and how many times as fast as each of `beside`.
+
+    Rates are those of all sequences together. limit: bytes a second that memory reads; read: bytes that a step reads.
+    """
+    rows: list[dict[str, Any]] = []
+    first = {name: statistics.median(one.first) for name, one in taken.items()}
+    rates = {name: sorted(case.batch / max(step, 1e-9) for step in one.step) for name, one in taken.items()}
+    middle = {name: statistics.median(one) for name, one in rates.items()}
+    bases = [name for name in beside if name in taken]
+    for name, one in taken.items():
+        row: dict[str, Any] = {"engine": name}
+        if short == 1:
+            ends = (1e3 * min(one.first), 1e3 * max(one.first))
+            row |= {"first token, ms": 1e3 * first[name], "fastest to slowest, ms": ends}
+            row |= {f"first token, times {base}": first[base] / first[name] for base in bases}
+        if case.new > short:
+            all_ = rates[name]
+            row |= {"tok/s": middle[name], "slowest to fastest, tok/s": (all_[0], all_[-1])}
+            row |= {f"times {base}": middle[name] / middle[base] for base in bases}
+            row["ms a step"] = 1e3 * case.batch / middle[name]
+            if limit and read:
+                share = middle[name] / case.batch * read[name] / limit
+                row |= {"GB a step": read[name] / 1e9, "share of its limit": share}
+        rows.append(row)
+    return rows
+
+
+def compare(
+    engines: Sequence[Engine], cases: Sequence[Case], repeats: int, warmup: int, beside: Sequence[str] = ()
+) -> dict[str, list[dict[str, Any]]]:
+    """Engines that are all in memory, case by case; prints a table for each, and returns their rows."""
+    found = {}
+    for case in cases:
+        ids = case.ids(engines[0].model)
+        taken = answers({one.name: one for one in engines}, ids, case.new, repeats, warmup)
+        found[str(case)] = table(figures(case, taken, beside), title(case, repeats, warmup))
+    return found
+
+
+def title(case: Case, repeats: int, warmup: int) -> str:
+    """Of the table of a case."""
+    turns = f"median of {repeats} after {warmup} to warm up"
+    return f"batch {case.batch}, prompt {case.prompt}, {case.new} new tokens, {turns}"
