@@ -17,6 +17,7 @@ import argparse
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -26,6 +27,7 @@ import transformers
 import accelpatch
 from accelpatch.bench.read_limit import read_limit
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.layouts import expert_tiles
 from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.ops.experts import experts
 from accelpatch.kernels.ops.experts.cases import in_tiles, of_random
@@ -42,6 +44,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any], tuple[int, int, int, int]]] = {
     "qwen3_moe": ("Qwen3Moe", {"hidden_size": 2048, "moe_intermediate_size": 768, "num_attention_heads": 32,
                                "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "norm_topk_prob": True,
                                "num_experts_per_tok": 8, "intermediate_size": 6144}, (128, 2048, 768, 8)),
+    "gpt_oss": ("GptOss", {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
+                           "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
+                           "num_experts_per_tok": 4}, (32, 2880, 2880, 4)),
     "small": ("Mixtral", {"hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 16,
                           "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2},
               (8, 1024, 3584, 2)),
@@ -50,8 +55,24 @@ SMALL = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 
          "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512}  # fmt: skip
 TINY_CASES = [Case(1, 16), Case(3, 16), Case(1, 40, 1)]
 STOCK, AGAIN = "stock transformers", "stock transformers again"
-KINDS = {"floats": 16, "int8": 8, "4 bits": 4, "4 bits in tiles": 4}
-TILED = "4 bits in tiles"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How experts hold weights. group: values that share a scale, 0 for a row. codes: of a codebook."""
+
+    bits: int
+    group: int = 0
+    codes: str = ""
+    tiled: bool = False
+
+
+KINDS = {
+    "floats": Kind(16), "int8": Kind(8), "4 bits": Kind(4, 128), "4 bits in tiles": Kind(4, 128, tiled=True),
+    "4 bits in groups of 64": Kind(4, 64), "4 bits in groups of 64 in tiles": Kind(4, 64, tiled=True),
+    "MXFP4": Kind(4, 32, "e2m1"), "MXFP4 in tiles": Kind(4, 32, "e2m1", tiled=True),
+}  # fmt: skip
+GATES = {"gpt_oss": ("clamped_swiglu", 1.702, 7.0)}  # of the shapes whose gate is not SiLU, with biases
 CHECKED = (8, 1024, 512, 2)  # the size of the layer whose numbers are checked
 TOKENS = (1, 4, 16, 32, 128, 512)
 CASES = [Case(1, 128), Case(32, 128), Case(1, 512, 1)]
@@ -65,28 +86,41 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def weights_of(size: tuple[int, int, int, int], kind: str, device: torch.device, dtype: torch.dtype) -> list[Stack]:
+def why_not(size: tuple[int, int, int, int], kind: str) -> str | None:
+    """Why experts of a size do not lie so; None where they do."""
+    held, (_, width, inner, _) = KINDS[kind], size
+    for n, k in ((2 * inner, width), (width, inner)):
+        if held.group and k % held.group:
+            return f"groups of {held.group} do not divide {k}"
+        if held.tiled and (reason := expert_tiles.unfit(n, k, held.group, None, held.codes)):
+            return reason
+    return None
+
+
+def weights_of(
+    size: tuple[int, int, int, int], kind: str, device: torch.device, dtype: torch.dtype, bias: bool = False
+) -> list[Stack]:
     """Random weights of one layer of a shape."""
-    number, width, inner, _ = size
-    generator, bits = torch.Generator().manual_seed(1), KINDS[kind]
-    group = 128 if bits == 4 else 0
+    (number, width, inner, _), held = size, KINDS[kind]
+    generator = torch.Generator().manual_seed(1)
     stacks = [
-        of_random(generator, dtype, device, bits, number, n, k, group, False, False)
+        of_random(generator, dtype, device, held.bits, number, n, k, held.group, bias, False, held.codes)
         for n, k in ((2 * inner, width), (width, inner))
     ]
-    return list(in_tiles(stacks[0], stacks[1], inner)) if kind == TILED else stacks
+    return list(in_tiles(stacks[0], stacks[1], inner)) if held.tiled else stacks
 
 
 def arguments_of(
-    size: tuple[int, int, int, int], weights: list[Stack], tokens: int, device: torch.device, dtype: torch.dtype
-) -> tuple[Any, ...]:
+    size: tuple[int, int, int, int], weights: list[Stack], tokens: int, device: torch.device, dtype: torch.dtype,
+    gate: tuple[str, float, float] = ("silu", 0.0, 0.0),
+) -> tuple[Any, ...]:  # fmt: skip
     """Arguments of the operation on one layer of a shape; each token's experts differ."""
     number, width, _, chosen = size
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, width, generator=generator).to(device, dtype)
     ids = torch.stack([torch.randperm(number, generator=generator)[:chosen] for _ in range(tokens)]).to(device)
     routing = torch.rand(tokens, chosen, generator=generator).to(device, dtype)
-    return x, ids, routing, *weights[0], *weights[1], "silu", 0.0, 0.0, None
+    return x, ids, routing, *weights[0], *weights[1], *gate, None
 
 
 def calls_to_check(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -123,11 +157,14 @@ def kernels(asked: argparse.Namespace, limit: float) -> list[dict[str, Any]]:
     printed = Table("the experts of one layer; shares of the read limit")
     for shape, kind in itertools.product(asked.shapes, KINDS):
         size = (8, 256, 128, 2) if asked.tiny else SHAPES[shape][2]
-        weights = weights_of(size, kind, device, dtype)
+        if reason := why_not(size, kind):
+            print(f"{shape}, {kind}: {reason}", flush=True)
+            continue
+        weights = weights_of(size, kind, device, dtype, bias=shape in GATES)
         for tokens in TOKENS[: 3 if asked.tiny else None]:
-            args = arguments_of(size, weights, tokens, device, dtype)
+            args = arguments_of(size, weights, tokens, device, dtype, *([GATES[shape]] if shape in GATES else []))
             for by, form in forms_of(args, kind, device, asked.tiles and tokens == 1):
-                with nullcontext() if form is None else tiles(KINDS[kind], *form):
+                with nullcontext() if form is None else tiles(KINDS[kind].bits, *form):
                     seconds = _seconds(args, by, device)
                 label = None if form is None else f"rows {form[0][0]} and {form[0][1]}, {form[1]} warps"
                 printed.add({"shape": shape, "weights": kind, "by": by, "tokens": tokens, "tile": label,
@@ -143,7 +180,7 @@ def forms_of(args: tuple[Any, ...], kind: str, device: torch.device, tiles: bool
     """
     names = [name for name in implementations(experts.OP, args, device) if device.type == "cpu" or name != "torch"]
     made: list[tuple[str, Any]] = [(name, None) for name in names]
-    if tiles and "triton" in names and kind != TILED:
+    if tiles and "triton" in names and not KINDS[kind].tiled:
         rows = itertools.product((2, 4, 8, 16), (2, 4, 8, 16))
         made += [("triton", form) for form in itertools.product(rows, (1, 2, 4, 8))]
     return made
