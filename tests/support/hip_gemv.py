@@ -137,6 +137,15 @@ def _dense(codes: Tensor, scale: Tensor, offset: Tensor | None, form: Format, k:
     return ((c - o) * s if form.offset == "zero_point" else c * s + o).flatten(1)[:, :k]
 
 
+def in_tiles(rows: Tensor, interleaved: bool) -> Tensor:
+    """Rows [N, ...] as tiles have them; interleaved: 8 of the first half, the gate, and the 8 of the second."""
+    if not interleaved:
+        return rows
+    room = -(-rows.shape[0] // 16) * 8
+    halves = [torch.cat((half, half.new_zeros(room - len(half), *half.shape[1:]))) for half in rows.chunk(2)]
+    return torch.stack([half.view(-1, 8, *half.shape[1:]) for half in halves], 1).flatten(0, 2)
+
+
 def pack(w: Tensor, name: str, *, dtype: torch.dtype, interleaved: bool = False, dense: bool = True) -> Packed:
     """Quantises and packs ``w`` [N, K]; with ``dense`` keeps the float64 weight that the pack stands for."""
     form, (n, k) = TIMED[name], w.shape
@@ -160,19 +169,18 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, interleaved: bool = False,
     if form.library == "gemv_int8":
         held = flat.to(torch.int8).contiguous()
     else:
-        held = tiling.tile_int4(int4.pack(torch.nn.functional.pad(flat, (0, k % 2))), interleaved=interleaved)
+        held = tiling.tile_int4(in_tiles(int4.pack(torch.nn.functional.pad(flat, (0, k % 2))), interleaved))
     group = form.group or 0
     shift = 30 if not group else max(group // form.step, 1).bit_length() - 1
     shape = {
         "steps": steps,
         "groups": max(form.step // group, 1) if group else 1,
         "group_shift": shift,
-        "interleaved": interleaved,
     }
     if form.offset in CODEBOOKS:
         table, offset = int4_tiles.tables_of(table)
-    tiles = tiling.tile_scales(table, **shape)
-    beside = None if offset is None else tiling.tile_scales(offset, **shape)
+    tiles = tiling.tile_scales(in_tiles(table, interleaved), **shape)
+    beside = None if offset is None else tiling.tile_scales(in_tiles(offset, interleaved), **shape)
     return Packed(form, n, k, held, tiles, beside, meaning, shift, interleaved)
 
 
