@@ -7,7 +7,7 @@ suppressed end-of-sequence ids.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,6 @@ from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.spread import moves_only
 from accelpatch.runtime.code_watch import CODE
 from accelpatch.runtime.cpu.native_step import NativeRun, NativeRuntime, unknown
-
-if TYPE_CHECKING:
-    from accelpatch.runtime.generation.graph_loop import CapturedRun
-    from accelpatch.runtime.generation.speculation import Lookup
 
 # Arguments of generate()'s model calls that the loop supports besides those of a step.
 UNDERSTOOD = frozenset({"attention_mask", CACHE, "position_ids", "use_cache", "logits_to_keep", "tokenizer"})
@@ -54,8 +50,21 @@ def decode(
     return loop(_Steps(model, runtime), ids, processors, criteria, config, streamer, kwargs)
 
 
+class Steps(Protocol):
+    """What makes logits for the loop. kwargs: the model's arguments, with the cache, after a prompt."""
+
+    @property
+    def kwargs(self) -> dict[str, Any]: ...
+
+    def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Logits [B, V] after the prompt ids[B, L]."""
+
+    def next(self, ids: Tensor, tokens: Tensor) -> Tensor:
+        """Logits [B, V] after tokens[B], the last of `ids`."""
+
+
 def loop(
-    steps: _Steps | CapturedRun | Lookup,
+    steps: Steps,
     ids: Tensor,
     processors: Any,
     criteria: Any,

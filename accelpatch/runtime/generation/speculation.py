@@ -12,7 +12,7 @@ the same as without draft tokens. Without draft tokens, a step is a plain one, q
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +20,7 @@ from torch import Tensor
 from accelpatch.runtime.graphs.batch import DRAFTS, TOKENS, Drafts
 from accelpatch.runtime.graphs.capture import Graph
 from accelpatch.runtime.graphs.sampler import Reports
-
-if TYPE_CHECKING:
-    from accelpatch.runtime.generation.graph_loop import CapturedRun
+from accelpatch.runtime.graphs.step import CapturedStep
 
 STEPS = f"prompt lookup, steps of {TOKENS} tokens"
 ACCEPTED = "prompt lookup, draft tokens accepted"
@@ -96,13 +94,30 @@ class PromptLookup:
         return length
 
 
+class Run(Protocol):
+    """What a Lookup needs of the call of generate() that it drafts for (graph_loop.py)."""
+
+    kwargs: dict[str, Any]
+    step: CapturedStep
+    slot: int
+
+    def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Logits after the prompt."""
+
+    def advance(self) -> None:
+        """Queue one step of the model."""
+
+    def used(self, tokens: int) -> None:
+        """Set how many tokens after the prompt belong into the caller's cache."""
+
+
 class Lookup:
     """The draft tokens of one generate() call. steps: steps of TOKENS tokens. accepted: draft tokens that were.
 
     known: the text so far. end: the maximum length of the sequence in tokens, or None.
     """
 
-    def __init__(self, run: CapturedRun, drafts: Drafts, ids: Tensor, end: int | None):
+    def __init__(self, run: Run, drafts: Drafts, ids: Tensor, end: int | None):
         self.run, self.drafts = run, drafts
         self.steps = self.accepted = 0
         self._ids: list[int] = ids[0].tolist()  # read before the prompt runs: the device is still idle

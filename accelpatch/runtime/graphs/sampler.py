@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from accelpatch.kernels.ops.sampling.greedy import greedy_, leave_
 
-if TYPE_CHECKING:
-    from accelpatch.runtime.graphs.batch import Batch, Drafts
-
 # They read nothing but the scores, so transformers' own code can be captured and gives the same numbers.
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 SUPPRESSING = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
@@ -34,6 +31,21 @@ CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 
 class Unknown(Exception):
     """A logits processor or stopping criterion that must run on the host; the message is its name."""
+
+
+class Rows(Protocol):
+    """What a sampler reads and writes: a Batch, or the places of Drafts, whose tensors are as Batch has them."""
+
+    tokens: Tensor
+    slot: Tensor
+    logits: Tensor
+    unfinished: Tensor
+    report: Tensor
+    ends: Tensor
+    suppressed: Tensor
+    suppressed_until: Tensor
+    pad: Tensor
+    arrived: Tensor
 
 
 class Sampler:
@@ -86,7 +98,7 @@ class Sampler:
         ]
         return max(least, default=0) + slot - self._length
 
-    def next_token(self, rows: Batch | Drafts) -> None:
+    def next_token(self, rows: Rows) -> None:
         """The program: rows.logits -> rows.tokens, unfinished and report. Among equal logits the lowest id wins."""
         scores = rows.logits
         if self._suppressing:
