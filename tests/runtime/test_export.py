@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import io
 
-import pytest
 import torch
 
 import accelpatch
+from tests.support.spread import spread
 from tests.support.tiny import CAUSAL, full_batch
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
-@pytest.mark.parametrize("recipe", ["exact", "flash", "int8", "int4", "smoothquant", "compact"])
-def test_exported_programs_compute_what_the_model_does(name: str, recipe: str) -> None:
+@spread("recipe, name", ["exact", "flash", "int8", "int4", "smoothquant", "compact"], ["llama", "gemma2", "gpt2"])
+def test_exported_programs_compute_what_the_model_does(recipe: str, name: str) -> None:
     model = CAUSAL[name].make()
     accelpatch.patch(model, recipe, verify=False)
     batch = {**full_batch(), "use_cache": False}

@@ -19,6 +19,7 @@ from transformers.models.cohere import modeling_cohere
 
 import accelpatch
 from tests.support.other_code import assert_alike, last_logits, scaled, steps
+from tests.support.spread import spread
 from tests.support.tiny import CAUSAL, full_batch, padded_batch
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -112,8 +113,7 @@ CASES: dict[str, Patch] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", ["exact", "flash"])
-@pytest.mark.parametrize("case", CASES)
+@spread("case, recipe", list(CASES), ["exact", "flash"])
 def test_code_that_others_put_in_place_runs(
     case: str, recipe: str, machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,8 +135,7 @@ def test_code_that_others_put_in_place_runs(
     accelpatch.unpatch(model)
 
 
-@pytest.mark.parametrize("recipe", ["exact", "flash"])
-@pytest.mark.parametrize("case", CASES)
+@spread("case, recipe", list(CASES), ["exact", "flash"])
 def test_code_that_others_put_in_place_before_the_patch_runs(
     case: str, recipe: str, machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 import accelpatch
 from accelpatch.modules.attention_settings import NAME, SETTING
 from accelpatch.recipe.recipe import parse
+from tests.support.spread import spread
 from tests.support.tiny import CAUSAL, full_batch
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [20, 21, 22, 23, 24, 25]]
@@ -143,9 +144,10 @@ def _in_start(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ContinuousBatchingManager, "start", fail)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("recipe", ["flash", "partly"])
-@pytest.mark.parametrize("fail", [_in_init, _after_the_switch, _in_start], ids=["init", "switched", "start"])
+@spread(
+    "fail, recipe, implementation",
+    {"init": _in_init, "switched": _after_the_switch, "start": _in_start}, ["flash", "partly"], ["sdpa", "eager"],
+)  # fmt: skip
 def test_an_exception_leaves_this_attention(
     fail: Callable[[pytest.MonkeyPatch], None], recipe: str, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
