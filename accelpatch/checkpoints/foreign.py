@@ -95,7 +95,8 @@ def described(layout: Mapping[str, Any]) -> dict[str, Any]:
 
 def _recipe(layout: Mapping[str, Any]) -> str:
     """The recipe by which such a checkpoint is patched: what it holds quantised, and `exact` for the rest."""
-    made, role = LAYOUTS[layout["name"]], "experts" if LAYOUTS[layout["name"]].experts else "linear"
+    made = LAYOUTS[layout["name"]]
+    role = "experts" if made.experts else "linear"
     replacer = f"{layout['type']}_weight_only" if "type" in layout else next(iter(_marks(layout).values()))
     rule = {"name": role, "match": {"role": role}, "replace": replacer, "options": _options(layout, made)}
     rule = {key: value for key, value in rule.items() if value != {}}

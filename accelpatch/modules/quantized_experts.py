@@ -219,22 +219,22 @@ def checked(
         q, scale, offset, beside = (weights[name].get(part) for part in PARTS)
         columns = k * bits // 8
         if q is None or q.dtype != torch.int8 or list(q.shape) != [experts, n, columns]:
-            raise KernelError(f"{name}_q is int8 [{experts}, {n}, {columns}]: write the checkpoint again")
-        if (
-            scale is None
-            or scale.dtype not in dtypes
-            or list(scale.shape[:2]) != [experts, n]
-            or not _fits(scale, k, group)
-        ):
-            form = f"finite {dtypes[0]} [{experts}, {n}, G], G dividing {k}"
-            raise KernelError(f"{name}_scale is {form}: write the checkpoint again")
+            raise KernelError(f"{name}_q must be int8 [{experts}, {n}, {columns}]: write the checkpoint again")
+        if scale is None or scale.dtype not in dtypes or not _fits(scale, experts, n, k, group):
+            groups = f"{k // group}]" if group else f"G], G dividing {k}"
+            form = f"finite {dtypes[0]} [{experts}, {n}, {groups}"
+            raise KernelError(f"{name}_scale must be {form}: write the checkpoint again")
         if offset is not None and (offset.shape != scale.shape or not offset.isfinite().all()):
-            raise KernelError(f"{name}_offset is finite and has the shape of the scale: write the checkpoint again")
+            raise KernelError(f"{name}_offset must be finite, in the shape of the scale: write the checkpoint again")
         if (beside is not None) != bias or (beside is not None and list(beside.shape) != [experts, n]):
-            raise KernelError(f"{name}_bias is [{experts}, {n}] where experts have one: write the checkpoint again")
+            due = f"must be [{experts}, {n}]" if bias else "does not belong to experts without biases"
+            raise KernelError(f"{name}_bias {due}: write the checkpoint again")
 
 
-def _fits(scale: Any, k: int, group: int | None) -> bool:
-    """Whether scales[E, N, G] are finite and of groups that divide K, or of `group` values."""
-    whole = scale.dim() == 3 and scale.shape[2] > 0 and k % scale.shape[2] == 0 and group in (None, k // scale.shape[2])
-    return whole and bool(scale.float().isfinite().all())  # 8-bit floats have no isfinite of their own
+def _fits(scale: Tensor, experts: int, n: int, k: int, group: int | None) -> bool:
+    """Whether scales are finite [experts, n, G], of groups that divide K, or of `group` values."""
+    if scale.dim() != 3 or list(scale.shape[:2]) != [experts, n] or not scale.shape[2] or k % scale.shape[2]:
+        return False
+    if group not in (None, k // scale.shape[2]):
+        return False
+    return bool(scale.float().isfinite().all())  # 8-bit floats have no isfinite of their own

@@ -95,9 +95,8 @@ class _QuantizedExperts(KernelReplacer):
 
     whole = True
     bits: ClassVar[int]
-    wanted: ClassVar[list[int | None]]  # group sizes, where a rule says none
+    wanted: ClassVar[Any]  # group sizes, where a rule says none; a number: the only one that the format has
     dtypes: ClassVar[tuple[torch.dtype, ...]]  # of scales, the usual one first
-    fixed: ClassVar[int | None] = None  # the only group size of a format
     kind = "none"  # of offset, where no option says another; or the name of a codebook
 
     def offset(self, options: Mapping[str, Any]) -> str:
@@ -190,7 +189,8 @@ class _QuantizedExperts(KernelReplacer):
     def restore(self, site: Site, choice: Choice, held: Mapping[str, Tensor]) -> nn.Module:
         weights = {name: {part: held.get(f"{name}_{part}") for part in PARTS} for name in (UP, DOWN)}
         form, number, shapes = (choice.detail[key] for key in ("form", "number", "shapes"))
-        checked(weights, number, shapes, self.bits, form.bias, self.dtypes, self.fixed)
+        only = self.wanted if isinstance(self.wanted, int) else None
+        checked(weights, number, shapes, self.bits, form.bias, self.dtypes, only)
         device = held[f"{UP}_q"].device
         empty = torch.empty(0, dtype=getattr(torch, site.dtype), device=device)
         site.original._parameters[UP] = nn.Parameter(empty, requires_grad=False)
@@ -243,7 +243,7 @@ class MXFP4Experts(_QuantizedExperts):
     """4-bit codes of e2m1 with a power of two (E8M0) for each 32 values."""
 
     name = "mxfp4_experts"
-    bits, wanted, fixed, dtypes, kind = 4, [MXFP4_GROUP], MXFP4_GROUP, (E8M0,), "e2m1"
+    bits, wanted, dtypes, kind = 4, MXFP4_GROUP, (E8M0,), "e2m1"
 
     def quantized(self, weight: Tensor, group: int, choice: Choice) -> Int8Rows | Int4Rows:
         return codebook.quantize(weight, group_size=group, codebook=self.kind)

@@ -125,7 +125,7 @@ class WeightOnly(LinearReplacer):
     module: ClassVar[type[QuantizedModule]]
     table: ClassVar[type[QuantizedModule] | None] = None  # of embeddings
     op: ClassVar[str]
-    wanted: ClassVar[Any] = None  # group sizes, where a rule says none; of a format with one size that
+    wanted: ClassVar[Any] = None  # group sizes, where a rule says none; a number: the only one
     dtypes: ClassVar[tuple[torch.dtype, ...]]  # of scales, the usual one first
     codes: ClassVar[str] = ""
 

@@ -192,17 +192,25 @@ def test_200_mutations_of_experts_are_read_or_refused() -> None:
     assert [one for one in said if not one.startswith(reader.parts)] == []
 
 
-def test_an_int4_file_does_not_pass_for_mxfp4(tmp_path: Path) -> None:
-    """Scales of another dtype are other codes: they are refused, not read as powers of two."""
-    model: Any = accelpatch.load(str(ROOT / OSS)).model
+@pytest.mark.parametrize(
+    "change, name",
+    [(lambda scale: scale.float().half(), OSS), (lambda scale: scale.repeat(1, 1, 2), OSS),
+     (lambda scale: scale.repeat(1, 2), "ct-mxfp4")],
+    ids=["another dtype", "groups of 16", "groups of 16 of a layer"],
+)  # fmt: skip
+def test_scales_that_are_not_of_mxfp4_are_refused_in_our_own_files(change: Any, name: str, tmp_path: Path) -> None:
+    """Scales of another dtype would be read as those of other codes."""
+    model: Any = accelpatch.load(str(ROOT / name)).model
     model.save_pretrained(tmp_path)
     held = load_file(tmp_path / "model.safetensors")
     facts = json.loads(_metadata(tmp_path / "model.safetensors")["accelpatch"])
-    name = f"{LAYER}.down_proj_scale"
-    held[name] = held[name].float().half()
-    facts["sha256"][name] = ""
+    place = f"{LAYER}.down_proj_scale" if name == OSS else f"{K_PROJ}.scale"
+    held[place] = change(held[place])
+    facts["sha256"][place] = ""  # as if written so
     save_file(held, tmp_path / "model.safetensors", {"format": "pt", "accelpatch": json.dumps(facts)})
-    with pytest.raises(LoadError, match=r"model\.safetensors: .*down_proj_scale"):
+    with pytest.raises(
+        LoadError, match=r"scale (must be finite torch\.float8_e8m0fnu|is \[32, 4\], and one for each)"
+    ):
         accelpatch.load(str(tmp_path))
 
 
