@@ -208,9 +208,7 @@ def test_scales_that_are_not_of_mxfp4_are_refused_in_our_own_files(change: Any, 
     held[place] = change(held[place])
     facts["sha256"][place] = ""  # as if written so
     save_file(held, tmp_path / "model.safetensors", {"format": "pt", "accelpatch": json.dumps(facts)})
-    with pytest.raises(
-        LoadError, match=r"scale (must be finite torch\.float8_e8m0fnu|is \[32, 4\], and one for each)"
-    ):
+    with pytest.raises(LoadError, match=r"scale (must be finite torch\.float8_e8m0fnu|is \[32, 4\], and one for each)"):
         accelpatch.load(str(tmp_path))
 
 
