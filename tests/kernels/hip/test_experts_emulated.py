@@ -21,7 +21,7 @@ from accelpatch.kernels.ops.experts import experts, routed_experts
 from accelpatch.kernels.ops.experts.cases import in_tiles, of_random
 from tests.kernels.hip.simt_emulator import COMPILER, compiled
 from tests.support.interpreted import DEVICE
-from tests.support.parity import name
+from tests.support.spread import spread
 
 pytestmark = [
     pytest.mark.slow,  # its compilations
@@ -111,9 +111,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", binding.DTYPES, ids=name)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("form", FORMS)
+@spread("form, case, dtype", FORMS, CASES.keys(), binding.DTYPES)
 def test_float_rule(form: str, case: str, dtype: torch.dtype, run: Run) -> None:
     sizes, tokens, chosen, groups, *rest = CASES[case]
     args = made(sizes, tokens, chosen, groups, dtype, *rest)
@@ -208,9 +206,7 @@ def scores(tokens: int, experts: int, dtype: torch.dtype) -> Tensor:
     return torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)]).to(dtype) / 4 - 3
 
 
-@pytest.mark.parametrize("dtype", binding.DTYPES, ids=name)
-@pytest.mark.parametrize("case", ROUTED)
-@pytest.mark.parametrize("form", FORMS)
+@spread("form, case, dtype", FORMS, ROUTED.keys(), binding.DTYPES)
 def test_norm_and_choice_inside(form: str, case: str, dtype: torch.dtype, run: Run) -> None:
     (number, *size), tokens, chosen, groups, normalise, narrow, plus_one = ROUTED[case]
     args = made((number, size[0], size[1]), tokens, chosen, groups, dtype, odd=True)
