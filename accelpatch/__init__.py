@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from accelpatch.api import (
         calibrate,
         evaluate,
+        evaluate_tasks,
         export,
         load,
         load_plugin,
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
     from accelpatch.patching.replacer import Choice, Reason, Replacer
 
 __all__ = [
-    "AccelpatchConfig", "AccelpatchError", "Choice", "Reason", "Replacer", "calibrate", "evaluate", "export", "load",
-    "load_plugin", "patch", "patch_on_first_use", "patched", "plan", "plan_from_config", "replacer", "save_statistics",
-    "selftest", "unpatch",
+    "AccelpatchConfig", "AccelpatchError", "Choice", "Reason", "Replacer", "calibrate", "evaluate", "evaluate_tasks",
+    "export", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan", "plan_from_config", "replacer",
+    "save_statistics", "selftest", "unpatch",
 ]  # fmt: skip
 # public name -> module; resolved at first use, so that `import accelpatch` needs no torch
 _HOMES = {

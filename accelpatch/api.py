@@ -13,7 +13,9 @@ from accelpatch.from_files import is_patched, load, quantize, register_checkpoin
 from accelpatch.in_memory import (
     AnyRecipe,
     calibrate,
+    check_tasks,
     evaluate,
+    evaluate_tasks,
     patch,
     patched,
     plan,
@@ -32,9 +34,9 @@ from accelpatch.runtime.generation.on_demand import unpatch_on_demand
 from accelpatch.tuning.attention import tune as tune_attention
 
 __all__ = [
-    "calibrate", "evaluate", "export", "is_patched", "load", "load_plugin", "patch", "patch_on_first_use", "patched",
-    "plan", "plan_from_config", "quantize", "random_model", "register_checkpoints", "replacer", "save_statistics",
-    "selftest", "tune_attention", "unpatch",
+    "calibrate", "check_tasks", "evaluate", "evaluate_tasks", "export", "is_patched", "load", "load_plugin", "patch",
+    "patch_on_first_use", "patched", "plan", "plan_from_config", "quantize", "random_model", "register_checkpoints",
+    "replacer", "save_statistics", "selftest", "tune_attention", "unpatch",
 ]  # fmt: skip
 
 

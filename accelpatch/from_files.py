@@ -36,15 +36,15 @@ FROM_CHECKPOINT = "quantised weights are those of the checkpoint: their differen
 
 def load(
     name: str, recipe: AnyRecipe | None = None, *, dtype: Any = "auto", device: Any = "cpu",
-    statistics: Statistics | str | Path | None = None, verify: bool | str = True,
+    statistics: Statistics | str | Path | None = None, data: Any = None, verify: bool | str = True,
     progress: Progress | bool | None = None, resume: Path | None = None,
 ) -> Loaded:  # fmt: skip
     """Load a model by short name, folder, GGUF file or hub name; a saved patched model comes back patched.
 
     recipe: patch a float checkpoint while it loads: each weight is quantised as soon as it is read, so that memory
-    holds the result and one weight more; for a recipe that calibrates it is loaded whole. statistics: see `patch`.
-    dtype: "auto" keeps the checkpoint's. verify, progress: see `patch`. resume: a folder for finished weights, the
-    caller's to remove, from which an interrupted call goes on. Raises LoadError, and what `patch` raises.
+    holds the result and one weight more; for a recipe that calibrates it is loaded whole. statistics, data: see
+    `patch`. dtype: "auto" keeps the checkpoint's. verify, progress: see `patch`. resume: a folder for finished weights,
+    the caller's to remove, from which an interrupted call goes on. Raises LoadError, and what `patch` raises.
     """
     level = level_of(verify)
     register_checkpoints()
@@ -62,15 +62,25 @@ def load(
             raise LoadError(f"{name} is a saved patched model, which has its recipe: load it without another")
         if as_stored.wants(wanted):
             return as_stored.load(name, wanted, level, options)
-        static = any(rule.options.get("activations", "dynamic") != "dynamic" for rule in wanted.rules)
         # what calibrates needs a whole model, and transformers unpacks a GGUF file whole
-        if resolve(name).kind != "gguf" and not static and wanted.calibrate is None:
+        if resolve(name).kind != "gguf" and not calibrates(wanted):
             config = quantization_config.AccelpatchConfig(wanted, progress=shown, resume=resume, verify=level)
             return loading.load(name, **options, quantization=config)
         loaded = loading.load(name, **options)
-        patch(loaded.model, wanted, keep_original="none", statistics=statistics, verify=level, progress=shown)
+        patch(
+            loaded.model, wanted, keep_original="none", statistics=statistics, data=data, tokenizer=loaded.tokenizer,
+            verify=level, progress=shown, resume=resume,
+        )  # fmt: skip
         handle_of(loaded.model).keep_original = apply.LOADED
         return loaded
+
+
+def calibrates(recipe: Recipe) -> bool:
+    """Whether a recipe needs a whole model to calibrate on, as far as its rules say."""
+    asked = [rule.options for rule in recipe.rules]
+    static = any(one.get("activations", "dynamic") != "dynamic" for one in asked)
+    by_inputs = any(one.get("scale_search") or one.get("rounding") == "gptq" for one in asked)
+    return static or by_inputs or recipe.calibrate is not None
 
 
 def is_patched(name: str) -> bool:
@@ -80,8 +90,8 @@ def is_patched(name: str) -> bool:
 
 def quantize(
     name: str, recipe: AnyRecipe, out: str | Path, *, max_shard_size: int | str = "5GB", dtype: Any = "auto",
-    device: Any = "cpu", statistics: Statistics | str | Path | None = None, verify: bool | str = True,
-    progress: Progress | bool | None = None, overwrite: bool = False,
+    device: Any = "cpu", statistics: Statistics | str | Path | None = None, data: Any = None,
+    verify: bool | str = True, progress: Progress | bool | None = None, overwrite: bool = False,
 ) -> Report:  # fmt: skip
     """Patch a checkpoint while it loads and save it, with its tokenizer, into the folder `out`, all or nothing.
 
@@ -91,7 +101,7 @@ def quantize(
     folder = Path(out)
     saving.check(folder, max_shard_size, overwrite)
     loaded = load(
-        name, recipe, dtype=dtype, device=device, statistics=statistics, verify=verify, progress=progress,
+        name, recipe, dtype=dtype, device=device, statistics=statistics, data=data, verify=verify, progress=progress,
         resume=beside(folder),
     )  # fmt: skip
     more = [] if loaded.tokenizer is None else [loaded.tokenizer.save_pretrained]

@@ -13,20 +13,22 @@ from torch import Tensor, nn
 import accelpatch.models.load as loading
 from accelpatch import device as devices
 from accelpatch import progress as bars
+from accelpatch.calibration import batches_of, statistics_of
 from accelpatch.checkpoints import as_stored, gguf_tensors
 from accelpatch.checkpoints import save as saving
 from accelpatch.checkpoints import statistics as files
 from accelpatch.device import Device
 from accelpatch.errors import PatchError, PlanError
 from accelpatch.parallel.device_map import placement_of
-from accelpatch.patching import apply
-from accelpatch.patching.evaluation import Evaluation, compare
+from accelpatch.patching import apply, harness
+from accelpatch.patching.evaluation import WINDOW, Evaluation, compare
 from accelpatch.patching.extent import QUICK, Extent, level_of
+from accelpatch.patching.harness import Score
 from accelpatch.patching.match import unwrapped
 from accelpatch.patching.patchable import check_module, check_patchable
 from accelpatch.patching.plan import Plan
 from accelpatch.patching.request import Request
-from accelpatch.pipeline import calibrated, carry_out, compiled, computed_by, plan_of
+from accelpatch.pipeline import carry_out, compiled, computed_by, plan_of, writing
 from accelpatch.progress import Progress, Stopwatch
 from accelpatch.quant.calibration import Statistics
 from accelpatch.recipe import recipe as recipes
@@ -78,7 +80,8 @@ def calibrate(
     inner = unwrapped(model)
     check_patchable(inner)
     with bars.shown(progress) as shown:
-        return calibrated(inner, data, tokenizer, Stopwatch(shown), samples, length)
+        batches = batches_of(inner, data, tokenizer, samples, length, writing)
+        return statistics_of(inner, batches, Stopwatch(shown))
 
 
 def save_statistics(statistics: Statistics, file: str | Path) -> None:
@@ -87,16 +90,11 @@ def save_statistics(statistics: Statistics, file: str | Path) -> None:
 
 
 def patch(
-    model: Model,
-    recipe: AnyRecipe = "int8",
-    *,
-    inputs: Sequence[Mapping[str, Any]] | None = None,
-    device: Device | None = None,
-    keep_original: str = "cpu",
-    verify: bool | str = True,
-    statistics: Statistics | str | Path | None = None,
-    progress: Progress | bool | None = None,
-) -> Model:
+    model: Model, recipe: AnyRecipe = "int8", *, inputs: Sequence[Mapping[str, Any]] | None = None,
+    device: Device | None = None, keep_original: str = "cpu", verify: bool | str = True,
+    statistics: Statistics | str | Path | None = None, data: Any = None, tokenizer: Any = None,
+    progress: Progress | bool | None = None, resume: Path | None = None,
+) -> Model:  # fmt: skip
     """Replace modules of `model` in place as `recipe` says, and return it; on an error nothing is changed.
 
     recipe: a bundled one's name, the path of a YAML file, a mapping of what such a file holds, or a Recipe. inputs:
@@ -104,10 +102,11 @@ def patch(
     configuration (if it accepts none of those, nothing is verified, with a warning). keep_original: "cpu" keeps the
     original weights in host memory for `unpatch`, "none" frees them. verify: compare replacements with their references
     and their originals, and the whole model before and after; how much, says patching/extent.py: True or "auto",
-    "full", "quick", False or "off". statistics: of `calibrate`, or a file of them, for recipes that need some; default:
-    the model calibrates on its own text. progress: called with (stage, done, total); default: bars in a terminal or a
-    notebook; False for none. A PeftModel keeps its adapters. Raises ArgumentError, RecipeError, PlanError, PatchError
-    and KernelError.
+    "full", "quick", False or "off". statistics: of `calibrate`, or a file of them, for recipes that need some. data,
+    tokenizer: texts to calibrate on, as of `calibrate`; default: the model calibrates on its own. progress: called with
+    (stage, done, total); default: bars in a terminal or a notebook; False for none. resume: a folder for weights that
+    calibration has made, the caller's to remove, from which an interrupted call goes on. A PeftModel keeps its
+    adapters. Raises ArgumentError, RecipeError, PlanError, PatchError and KernelError.
     """
     if keep_original not in KEEP_ORIGINAL:
         raise PatchError(f"keep_original is {keep_original!r}; it is one of {', '.join(KEEP_ORIGINAL)}")
@@ -119,8 +118,9 @@ def patch(
         watch = Stopwatch(shown)
         planned = compiled(plan(model, recipe, device=device), watch)
         request = Request(
-            planned, watch, inputs, keep_original, extent, save=save, statistics=statistics, placement=placement
-        )
+            planned, watch, inputs, keep_original, extent, save=save, statistics=statistics, placement=placement,
+            data=data, tokenizer=tokenizer, resume=resume,
+        )  # fmt: skip
         carry_out(model, request)
     return given
 
@@ -145,16 +145,34 @@ def patched(model: Model, recipe: AnyRecipe = "int8", **options: Any) -> Iterato
 
 
 def evaluate(
-    model: nn.Module, recipe: AnyRecipe, input_ids: Tensor, *, statistics: Statistics | str | Path | None = None,
-    progress: Progress | bool | None = None,
+    model: nn.Module, recipe: AnyRecipe, input_ids: Tensor, *, window: int = WINDOW, stride: int | None = None,
+    progress: Progress | bool | None = None, **options: Any,
 ) -> Evaluation:  # fmt: skip
     """Compare a causal LM before and after `recipe` on input_ids [1, L]: KL divergence, top-1 agreement, perplexity.
 
-    The model is unpatched at the end. Raises PatchError for fewer than two tokens.
+    window, stride: how the text is read, see patching/evaluation.py. options: of `patch`, such as statistics and data.
+    The model is unpatched at the end. Raises PatchError for fewer than two tokens, or a stride beyond the window.
     """
     with bars.shown(progress) as shown:
-        patching = patched(model, recipe, verify=False, statistics=statistics, progress=shown)
-        return compare(model, input_ids, patching, shown)
+        patching = patched(model, recipe, verify=False, progress=shown, **options)
+        return compare(model, input_ids, patching, shown, window, stride)
+
+
+def evaluate_tasks(
+    model: nn.Module, recipe: AnyRecipe, tasks: Sequence[str], *, tokenizer: Any, limit: int | None = None,
+    **options: Any,
+) -> list[Score]:  # fmt: skip
+    """Scores of lm-evaluation-harness before and after `recipe`. limit: samples of each task. options: of `patch`.
+
+    The model is unpatched at the end. Raises ArgumentError where lm-evaluation-harness is missing or lacks a task.
+    """
+    options |= {"tokenizer": tokenizer, "verify": False}
+    return harness.compare(model, tokenizer, tasks, limit, lambda: patched(model, recipe, **options))
+
+
+def check_tasks(tasks: Sequence[str]) -> None:
+    """Raise ArgumentError where lm-evaluation-harness is missing or lacks a task."""
+    harness.task_manager(tasks)
 
 
 def save(model: nn.Module, folder: str | Path, **options: Any) -> None:

@@ -7,8 +7,8 @@ import hashlib
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
@@ -17,9 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from accelpatch import calibration
 from accelpatch import device as devices
-from accelpatch.checkpoints import statistics as files
-from accelpatch.errors import PatchError
 from accelpatch.fusion.verified import check_layers
 from accelpatch.kernels import who_runs
 from accelpatch.kernels.check.while_running import checked
@@ -27,40 +26,30 @@ from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
 from accelpatch.models.checkpoint import sha256
 from accelpatch.models.family import roles_of
-from accelpatch.models.fingerprint import fingerprint
 from accelpatch.models.inputs import sample_inputs
 from accelpatch.models.smoothing import smoothing_groups
-from accelpatch.models.texts import windows
 from accelpatch.modules.attention_settings import configurations, unnamed
 from accelpatch.parallel.device_map import placement_of
 from accelpatch.patching import apply, formula
-from accelpatch.patching.capture import observing, run
 from accelpatch.patching.host_copies import HostCopies, rounded_weights
 from accelpatch.patching.layers import layer_records, record_layers
-from accelpatch.patching.match import sites
 from accelpatch.patching.placement import device_of, is_offloaded
 from accelpatch.patching.plan import Plan, make_plan
 from accelpatch.patching.request import Request
-from accelpatch.patching.site import LINEAR_ROLES
 from accelpatch.patching.stages import NOT_VERIFIED, Captured, capture, stage_report, verified_build, whole_model
 from accelpatch.patching.threads import for_idle_cores
 from accelpatch.patching.verify import SiteErrors
 from accelpatch.progress import Stopwatch
-from accelpatch.quant.calibration import Collector, Statistics
-from accelpatch.quant.smoothing import SiteStatistics
 from accelpatch.recipe import quality
 from accelpatch.recipe import recipe as recipes
 from accelpatch.recipe.recipe import Recipe
 from accelpatch.replacers import registry
-from accelpatch.replacers.smoothing import site_statistics
 from accelpatch.replacers.stored import known
 from accelpatch.report import Report
 from accelpatch.runtime.generation.patched_model import new_runtime, patched_classes
 from accelpatch.runtime.generation.weight_methods import SAVE
 
 SOURCES = (".py", ".hip", ".h", ".cpp", ".inc", ".cu")
-OUTPUTS = ("q_proj", "k_proj", "v_proj")  # roles whose outputs may get static scales too
-OWN_TEXT = "calibrated on {tokens} tokens that the model wrote itself: accelpatch.calibrate(model, data) takes yours"
 
 
 def plan_of(model: nn.Module, recipe: recipes.Recipe, device: devices.Device | None, slower: bool = False) -> Plan:
@@ -143,56 +132,13 @@ def writing(model: nn.Module) -> Iterator[None]:
         vars(model)[apply.HANDLE].unpatch()
 
 
-def calibrated(
-    model: nn.Module, data: Any, tokenizer: Any, watch: Callable[[str, int, int], None],
-    samples: int | None = None, length: int | None = None,
-) -> Statistics:  # fmt: skip
-    """Run texts through the model and gather statistics of every linear layer's input. See api.calibrate."""
-    with writing(model) if data is None else nullcontext():
-        batches = windows(model, data, tokenizer, samples, length)
-    found = sites(model, roles_of(getattr(model, "config", None)), known)
-    paths = {site.path: site.role for site in found if site.role in LINEAR_ROLES and site.k is not None}
-    outputs = {path for path, role in paths.items() if role in OUTPUTS}
-    collector = Collector()
-    watched = observing(model, list(paths), collector.see, outputs, collector.see_output)
-    own = formula.by_formula(model, [site for site in found if site.stored is not None])
-    with apply.naming("calibration", "texts ran through the model"), own, watched:
-        run(model, batches, lambda done, total: watch("calibrate", done, total), keep=False)
-        tokens = sum(batch["input_ids"].numel() for batch in batches)
-        return Statistics(collector.finish(), fingerprint(model), tokens)
-
-
-def statistics_of(model: nn.Module, request: Request, notes: list[str]) -> Mapping[str, SiteStatistics]:
-    """What the sites of a plan are built with. notes: receives what the report should say.
-
-    Raises PatchError for statistics of another model.
-    """
-    planned, given, watch = request.planned, request.statistics, request.watch
-    if request.at_hand:
-        return {}
-    if not planned.calibrates:
-        if given is not None:
-            notes.append("statistics were given, and no replacement of this recipe needs any")
-        return {}
-    if isinstance(given, (str, Path)):
-        given = files.load(Path(given))
-    if given is None:
-        wanted = planned.recipe.calibrate or {}
-        given = calibrated(model, None, None, watch, wanted.get("samples"), wanted.get("length"))
-        notes.append(OWN_TEXT.format(tokens=given.tokens))
-    elif given.fingerprint != fingerprint(model):
-        raise PatchError("the statistics are of another model, or of other weights: calibrate this one")
-    with apply.naming(type(model).__name__, "its smoothing was computed"):
-        return site_statistics(planned, given, lambda done, total: watch("smooth", done, total))
-
-
 def carry_out(model: Any, request: Request) -> None:
     """Patch `model` as planned."""
     notes: list[str] = []
     planned, extent = request.planned, request.extent
     request.placement.check_room(planned)
     formula.check_unpacking(planned.entries)
-    stats = statistics_of(model, request, notes)
+    stats = calibration.of_request(model, request, writing, notes)
     copying = HostCopies(rounded_weights(planned) if request.keep_original == "cpu" else [])
     with for_idle_cores(planned.device.kind), copying as copies:
         with formula.by_formula(model, formula.taken_over(planned) if extent.any else []) as said:

@@ -1,16 +1,20 @@
 """Print the tables of docs/fidelity.md: what each number format does to the embedded model, raw and moved off its grid.
 
 python scripts/fidelity_table.py [--model NAME_OR_FOLDER] [--tokens 2560] [--seed 0] [--recipes smoothquant fp8 ...]
+                                 [--methods gptq awq ... [--group 64] [--samples 64]]
 
 --recipes: those that round activations too, by the patched model itself, moved off its grid; no other table is printed.
+--methods: how int4 weights are made, calibrated on samples x 256 tokens of the same prose behind those that are read.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import accelpatch
 from accelpatch.models import load
+from accelpatch.recipe.methods import by_method
+from accelpatch.recipe.recipe import load as load_recipe
 from tests.support.fidelity import (
     FORMATS,
     Format,
@@ -57,18 +63,43 @@ def recipe_rows(model: nn.Module, ids: Tensor, recipes: list[str]) -> Iterator[s
         yield f"| `{name}` | {found.kl:.5f} | {found.top1:.1%} | {perplexity(logits, ids):.2f} |"
 
 
+def method_rows(loaded: Any, model: nn.Module, ids: Tensor, methods: list[str], group: int, samples: int) -> Any:
+    """A line for each method, of the patched model."""
+    reference = logits_of(model, ids)
+    prose = english_tokens(loaded.tokenizer, ids.numel() + 256 * samples)[len(ids) :]
+    texts = [loaded.tokenizer.decode(row) for row in prose]
+    rule = {"name": "linear", "options": {"group_size": group, "symmetric": False}}
+    for method in methods:
+        recipe = by_method(load_recipe({"name": "int4", "extends": "int4", "rules": [rule]}), method, samples, 256)
+        start = time.perf_counter()
+        with accelpatch.patched(model, recipe, verify=False, data=texts, tokenizer=loaded.tokenizer) as patched:
+            seconds = time.perf_counter() - start
+            logits = logits_of(patched, ids)
+        found = mean_kl_top1(reference, logits)
+        yield f"| `{method}` | {found.kl:.4f} | {found.top1:.1%} | {perplexity(logits, ids):.2f} | {seconds:.0f} s |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="A model's name or folder (default: %(default)s).")
     parser.add_argument("--tokens", type=int, default=2560, help="Tokens of English to read (default: %(default)s).")
     parser.add_argument("--seed", type=int, default=0, help="The seed of the noise (default: %(default)s).")
     parser.add_argument("--recipes", nargs="+", help="Recipes whose patched models are measured in place of formats.")
+    parser.add_argument("--methods", nargs="+", help="Methods of making int4 weights, measured in place of formats.")
+    parser.add_argument("--group", type=int, default=64, help="Their group size (default: %(default)s).")
+    parser.add_argument("--samples", type=int, default=64, help="Windows they calibrate on (default: %(default)s).")
     options = parser.parse_args()
     loaded = load.load(options.model, dtype=torch.float32)
     ids = english_tokens(loaded.tokenizer, options.tokens)
     if options.recipes:
         print("| recipe | mean KL, nats | top-1 agreement | perplexity |\n| --- | --- | --- | --- |")
         for row in recipe_rows(noised(loaded.model, options.seed), ids, options.recipes):
+            print(row, flush=True)
+        return
+    if options.methods:
+        print("| method | mean KL, nats | top-1 agreement | perplexity | time |\n| --- | --- | --- | --- | --- |")
+        model = noised(loaded.model, options.seed)
+        for row in method_rows(loaded, model, ids, options.methods, options.group, options.samples):
             print(row, flush=True)
         return
     print(HEADER)

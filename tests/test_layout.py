@@ -42,13 +42,14 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "bench": ("kernels runtime report device errors", "matplotlib"),  # matplotlib: plots, an optional package
     "tuning": ("kernels bench runtime report device cache errors", ""),
     "parallel": ("kernels models.family patching device report errors", "accelerate"),
+    "calibration": ("errors recipe quant models patching replacers checkpoints", ""),
     "pipeline": (  # the stages that api puts in order
         "errors device report progress recipe kernels quant modules models patching replacers fusion runtime "
-        "checkpoints parallel",
+        "checkpoints parallel calibration",
         "",
     ),
     "in_memory": (  # models in memory
-        "errors device progress recipe quant models patching replacers parallel checkpoints pipeline",
+        "errors device progress recipe quant models patching replacers parallel checkpoints calibration pipeline",
         "",
     ),
     "from_files": (

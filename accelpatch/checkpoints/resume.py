@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,45 @@ class Store:
         return made
 
     def _keep(self, file: Path, weight: Any, made_of: str) -> None:
-        parts = {name: one.detach().cpu().contiguous() for name, one in weight.tensors().items()}
-        partial = file.with_suffix(".partial")
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            save_file(parts, partial, {MADE_OF: made_of} | {name: digest_of(one) for name, one in parts.items()})
-            os.replace(partial, file)
-        except (OSError, SafetensorError) as error:
-            full = "" if isinstance(error, OSError) and error.errno not in FULL else "free some space there, or "
-            raise SaveError(f"{file} cannot be written ({error}): {full}name another folder") from error
+        _write(file, weight.tensors(), made_of)
+
+
+class Blocks:
+    """A folder with a file for each block of layers whose weights calibration has made. made_of: of all of them."""
+
+    def __init__(self, folder: Path, made_of: str):
+        self._folder, self._made_of = folder, hashlib.sha256(made_of.encode()).hexdigest()
+
+    def held(self, block: str) -> dict[str, dict[str, Tensor]] | None:
+        """path -> tensors by name, as they were kept; None for a block that is not finished, or was made otherwise."""
+        found = _read(self._file(block), self._made_of)
+        if found is None:
+            return None
+        paths: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in found.items():
+            path, _, part = name.rpartition(".")
+            paths.setdefault(path, {})[part] = tensor
+        return paths
+
+    def keep(self, block: str, made: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Keep what was made of a block: path -> tensors by name. Raises SaveError where that cannot be written."""
+        parts = {f"{path}.{name}": one for path, tensors in made.items() for name, one in tensors.items()}
+        _write(self._file(block), parts, self._made_of)
+
+    def _file(self, block: str) -> Path:
+        return self._folder / f"{block}.block.safetensors"
+
+
+def _write(file: Path, tensors: Mapping[str, Tensor], made_of: str) -> None:
+    parts = {name: one.detach().cpu().clone(memory_format=torch.contiguous_format) for name, one in tensors.items()}
+    partial = file.with_suffix(".partial")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file(parts, partial, {MADE_OF: made_of} | {name: digest_of(one) for name, one in parts.items()})
+        os.replace(partial, file)
+    except (OSError, SafetensorError) as error:
+        full = "" if isinstance(error, OSError) and error.errno not in FULL else "free some space there, or "
+        raise SaveError(f"{file} cannot be written ({error}): {full}name another folder") from error
 
 
 def _measured(made: Built, weight: Tensor) -> Built:

@@ -25,6 +25,13 @@ def text_of(file: Path) -> str:
     return text
 
 
+def text_file(file: Path | None) -> Path | None:
+    """The value of an option that names a text file. Raises as `text_of`."""
+    if file is not None:
+        text_of(file)
+    return file
+
+
 def statistics(file: Path | None) -> Path | None:
     """The value of ``--statistics``. Raises LoadError for a file that `accelpatch calibrate` did not write."""
     if file is None:

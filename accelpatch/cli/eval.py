@@ -15,11 +15,26 @@ TITLE = "Lewis Carroll, Alice's Adventures in Wonderland (1865), chapter 1"  # i
 ENOUGH = 1000  # predicted tokens: the standard error of an agreement of 70% is then 1.5%, and of 185 tokens 3.4%
 
 
+DataOption = Annotated[
+    Path | None,
+    options.file_option(callback=checks.text_file, help="UTF-8 text to calibrate on; default: the model's own."),
+]
+WindowOption = Annotated[int, typer.Option(min=2, help="Tokens that the model sees at once.")]
+StrideOption = Annotated[int | None, typer.Option(min=1, help="Tokens from window to window; default: its length.")]
+TasksOption = Annotated[str | None, typer.Option(help="Tasks of lm-evaluation-harness too, by commas.")]
+LimitOption = Annotated[int | None, typer.Option(min=1, help="Samples of each task; default: all.")]
+
+
 def evaluate(
     model: options.ModelArgument = options.DEFAULT_MODEL,
     text: Annotated[Path | None, options.file_option(help="UTF-8 text; default: a chapter of a novel.")] = None,
     recipe: RecipeOption = options.DEFAULT_RECIPE,
     statistics: StatisticsOption = None,
+    data: DataOption = None,
+    window: WindowOption = 512,
+    stride: StrideOption = None,
+    tasks: TasksOption = None,
+    limit: LimitOption = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="Use at most this many tokens of the text.")] = 4096,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -34,19 +49,35 @@ def evaluate(
 
     from . import prompt as prompts
 
+    names = [name.strip() for name in tasks.split(",")] if tasks else []
+    if names:
+        api.check_tasks(names)
     loaded = options.open_model(model, dtype, device)
-    ids = prompts.encode(prompts.tokenizer_of(loaded), words, chat=False, option="--text")[:, :max_tokens]
-    if 1 < ids.shape[1] <= ENOUGH:
-        console.warning(
-            f"{source} has {ids.shape[1]} tokens, and figures of fewer than {ENOUGH} say little: give a "
-            "longer text, or none"
-        )
+    tokenizer = prompts.tokenizer_of(loaded)
+    ids = prompts.encode(tokenizer, words, chat=False, option="--text")[:, :max_tokens]
+    _warn_of_few(source, ids.shape[1])
+    given = {"statistics": statistics, "data": data, "tokenizer": tokenizer}
     with console.progress_bars() as progress:
         found = api.evaluate(
-            loaded.model, recipe, ids.to(loaded.model.device), statistics=statistics, progress=progress
+            loaded.model, recipe, ids.to(loaded.model.device), window=window, stride=stride, progress=progress, **given
         )
+        scores = api.evaluate_tasks(loaded.model, recipe, names, limit=limit, **given) if names else []
     document = {"model": model, "recipe": recipe, "text": source} | found.to_dict()
-    console.print_result(json, document, [("model", model), ("recipe", recipe), *_facts(source, found)])
+    document |= {"tasks": [one.to_dict() for one in scores]} if scores else {}
+    facts = [("model", model), ("recipe", recipe), *_facts(source, found), *map(_of_task, scores)]
+    console.print_result(json, document, facts)
+
+
+def _warn_of_few(source: str, tokens: int) -> None:
+    if 1 < tokens <= ENOUGH:
+        console.warning(
+            f"{source} has {tokens} tokens, and figures of fewer than {ENOUGH} say little: give a longer text, or none"
+        )
+
+
+def _of_task(score: Any) -> tuple[str, str]:
+    error = "" if score.error is None else f" (standard error {score.error:.4f})"
+    return score.task, f"{score.metric} {score.before:.4f} -> {score.after:.4f}{error}"
 
 
 def _facts(source: str, found: Any) -> list[tuple[str, str]]:

@@ -9,17 +9,35 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import console, options
-from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, RecipeOption, StatisticsOption
+from . import checks, console, options
+from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, StatisticsOption
 
 if TYPE_CHECKING:
+    from accelpatch.recipe.recipe import Recipe
     from accelpatch.report import Report
+
+
+MethodOption = Annotated[
+    str | None, typer.Option(help="How weights are rounded: rtn, gptq, awq or gptq+awq; default: the recipe's.")
+]
+BitsOption = Annotated[int | None, typer.Option(help="4 or 8: the recipe int4 or int8, in place of --recipe.")]
+DataOption = Annotated[
+    Path | None,
+    options.file_option(callback=checks.text_file, help="UTF-8 text to calibrate on; default: the model's own."),
+]
+SamplesOption = Annotated[int | None, typer.Option(min=1, help="Windows of that text; default: the recipe's.")]
+LengthOption = Annotated[int | None, typer.Option(min=1, help="Tokens of a window; default: the recipe's.")]
 
 
 def quantize(
     model: options.ModelArgument,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="New folder; written all or nothing.")],
-    recipe: RecipeOption = options.DEFAULT_RECIPE,
+    recipe: options.OwnRecipeOption = None,
+    method: MethodOption = None,
+    bits: BitsOption = None,
+    data: DataOption = None,
+    samples: SamplesOption = None,
+    length: LengthOption = None,
     statistics: StatisticsOption = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the model in DIR, if it is one that accelpatch saved.")
@@ -38,17 +56,37 @@ def quantize(
     options.check_original(model)
     target.check_folder(out)
     target.check_new(out, overwrite)
-    options.prepare(recipe, plugin)
+    wanted = _recipe(recipe, method, bits, samples, length, plugin)
     with resumable(out):
         from accelpatch import api
 
         where = options.torch_device(device)
         with console.progress_bars() as progress:
             report = api.quantize(
-                model, recipe, out, max_shard_size=max_shard_size, dtype=dtype, device=where, statistics=statistics,
-                verify=verify, progress=progress, overwrite=overwrite,
+                model, wanted, out, max_shard_size=max_shard_size, dtype=dtype, device=where, statistics=statistics,
+                data=data, verify=verify, progress=progress, overwrite=overwrite,
             )  # fmt: skip
     console.print_result(json, {"folder": str(out), "report": report.to_dict()}, _facts(model, out, report))
+
+
+def _recipe(
+    recipe: str | None, method: str | None, bits: int | None, samples: int | None, length: int | None,
+    plugins: list[Path] | None,
+) -> str | Recipe:  # fmt: skip
+    """The recipe that the options ask for. Raises BadParameter where they contradict each other."""
+    from accelpatch.recipe import methods
+    from accelpatch.recipe import recipe as recipes
+
+    if recipe is not None and bits is not None:
+        raise typer.BadParameter("a recipe says how many bits: give one of the two", param_hint="--bits")
+    named = recipe or options.DEFAULT_RECIPE
+    options.prepare(named, plugins)
+    found = recipes.load(named) if bits is None else methods.of_bits(bits)
+    if method is not None:
+        return methods.by_method(found, method, samples, length)
+    if samples is not None or length is not None:
+        return methods.with_text(found, samples, length)
+    return found
 
 
 @contextmanager

@@ -4,21 +4,108 @@ nn.Embedding. The names say the format to who prints the model; its `layout` dec
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from accelpatch.kernels.layouts.row_major import RowMajor
 from accelpatch.kernels.ops.linear.by_layout import embedded, linear
 from accelpatch.modules.autocast import autocast
+from accelpatch.modules.norm import SMOOTHED
+from accelpatch.modules.packed_weight import PackedWeight
 from accelpatch.modules.quantized_module import QuantizedModule
-from accelpatch.modules.replacement import adopt
+from accelpatch.modules.replacement import adopt, runs_original, without_casts
+from accelpatch.modules.weight_view import UnpackedWeight, WeightView
+from accelpatch.quant.formats import dequantize
+from accelpatch.quant.smoothing import SMOOTHING, SiteStatistics
 
 
 class QuantizedLinear(QuantizedModule):
-    """y = x @ w^T + bias. The weight is quantised; activations stay float, or are quantised as they come in."""
+    """y = x @ w^T + bias. The weight is quantised; activations stay float, or are quantised as they come in.
+
+    factors[K], divisors[N]: what the weight has been multiplied and divided by (quant/smoothing.py); `weight` is read
+    and written without them. None where nothing is smoothed, or where the model came smoothed from a checkpoint.
+    """
+
+    own_buffers = ("like", *SMOOTHING)
 
     bias: Tensor | None
+    factors: Tensor | None
+    divisors: Tensor | None
+
+    @property
+    def weight(self) -> Tensor:
+        """Without the smoothing; but with it for the original's forward, which gets the inputs of this module."""
+        given = self.is_smoothed and self.is_packed and runs_original(self)
+        return self._with_smoothing() if given else super().weight
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        PackedWeight.weight.fset(self, value)  # type: ignore[attr-defined]
+
+    @property
+    def is_smoothed(self) -> bool:
+        """Whether the weight has smoothing in it that is known here."""
+        return self.factors is not None or self.divisors is not None
+
+    def _with_smoothing(self) -> WeightView:
+        """A view of the weight that this module multiplies by; what is written there is packed."""
+        with torch.inference_mode(False), torch.no_grad():
+            full = super().dequantized()
+            held = UnpackedWeight(full, lambda floats: self._write(self._without_smoothing(floats)), self.original)
+            return held.view(full.t() if self.transposed else full)
+
+    def _without_smoothing(self, full: Tensor) -> Tensor:
+        full = full if self.factors is None else full / self.factors
+        return full if self.divisors is None else full * self.divisors[:, None]
+
+    def dequantized(self) -> Tensor:
+        if not self.is_smoothed:
+            return super().dequantized()
+        full = dequantize(self.layout, torch.promote_types(self.like.dtype, torch.float32))
+        return self._without_smoothing(full).to(self.like.dtype)
+
+    def copied_parameters(self) -> dict[str, nn.Parameter]:
+        """With the smoothing in the weight: a copy gets the inputs of this module, and its divided bias."""
+        if not self.is_smoothed:
+            return super().copied_parameters()
+        full = super().dequantized()
+        full = full.t().contiguous() if self.transposed else full
+        return {"weight": nn.Parameter(full, requires_grad=self.trainable)}
+
+    def _quantized_like(self, weight: Tensor, held: Any) -> RowMajor:
+        if self.is_smoothed:
+            weight = SiteStatistics(None, self.factors, self.divisors).weight(weight)
+        return super()._quantized_like(weight, held)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+    ) -> None:
+        """As of every quantised module; but float weights do not go into a smoothed one: its norm would not follow."""
+        if self.is_smoothed and prefix + "weight" in state_dict:
+            errors.append(f"{prefix.rstrip('.')}: {SMOOTHED}")
+            return
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Move with the model; a cast does not round the smoothing."""
+        kept = {name: self._buffers[name] for name in SMOOTHING}
+        super()._apply(fn, recurse)
+        without_casts(self, kept)
+        return self
+
+    def hand_back(self, original: nn.Module) -> bool:
+        """As of every quantised module; the original's bias is moved and cast as one that was divided."""
+        bias, own = original._parameters.get("bias"), self._parameters.get("bias")
+        if bias is not None and own is not None and own is not bias:
+            for dtype in self.dtypes:
+                bias.data = bias.data.to(dtype)
+            bias.data = bias.data.to(own.device)
+            if not bias.is_inference():
+                bias.requires_grad_(own.requires_grad)
+        return super().hand_back(original)
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
@@ -49,6 +136,10 @@ class CodebookLinear(QuantizedLinear):
 
 class Fp8WeightOnlyLinear(QuantizedLinear):
     """8-bit float weight, one scale per output channel."""
+
+
+class W8A8Linear(QuantizedLinear):
+    """int8 weight and int8 activations: one scale a row of the weight; of x one a token, or a static one."""
 
 
 class Fp8Linear(QuantizedLinear):
@@ -89,9 +180,27 @@ class BlockQuantEmbedding(QuantizedEmbedding):
 
 
 def quantized(
-    mixin: type[QuantizedModule], original: nn.Module, weight: RowMajor | QuantizedModule, packable: bool = False
-) -> Any:
-    """Make a `mixin` from `original` that holds `weight`, or shares that of another module."""
+    mixin: type[QuantizedModule], original: nn.Module, weight: RowMajor | QuantizedModule, packable: bool = False,
+    stats: SiteStatistics | None = None,
+) -> Any:  # fmt: skip
+    """Make a `mixin` from `original` that holds `weight`, or shares that of another module.
+
+    stats: of a linear layer's weight that was quantised with the smoothing in it.
+    """
     new = adopt(mixin, original)
+    if issubclass(mixin, QuantizedLinear):
+        _smoothed(new, original, stats or SiteStatistics())
     new.hold(weight, original, packable)
     return new
+
+
+def _smoothed(new: Any, original: nn.Module, stats: SiteStatistics) -> None:
+    """Let a module know the smoothing of its weight, and divide its bias."""
+    device = original._parameters["weight"].device  # type: ignore[union-attr]
+    for name in SMOOTHING:
+        given = getattr(stats, name)
+        new.register_buffer(name, None if given is None else given.to(device), persistent=False)
+    bias = original._parameters.get("bias")
+    if bias is not None and stats.divisors is not None:
+        divided = stats.vector(bias.detach()).to(bias.dtype)
+        new._parameters["bias"] = nn.Parameter(divided, requires_grad=bias.requires_grad)

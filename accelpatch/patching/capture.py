@@ -21,6 +21,11 @@ class Call(NamedTuple):
     outputs: tuple[Tensor, ...] = ()
 
 
+def first_of(call: Call) -> Any:
+    """The first argument of a call, by place or by name."""
+    return call.args[0] if call.args else next(iter(call.kwargs.values()))
+
+
 def copied(call: Call) -> Call:
     """A call with its own copies of tensors and KV caches, since a model writes into both."""
 
@@ -87,6 +92,17 @@ def recording(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]
 
 
 @contextmanager
+def watching(model: nn.Module, see: Mapping[str, Callable[[Call], None]]) -> Iterator[None]:
+    """Context manager: `see[path]` gets every call of the module there before it runs; nothing is kept."""
+
+    def before(path: str, call: Call) -> None:
+        see[path](call)
+
+    with _hooked({path: model.get_submodule(path) for path in see}, before, lambda path, output: None, own=False):
+        yield
+
+
+@contextmanager
 def observing(
     model: nn.Module, paths: Sequence[str], see: Callable[[str, Tensor], None],
     outputs: Collection[str], see_output: Callable[[str, Tensor], None],
@@ -95,7 +111,7 @@ def observing(
     of those among `outputs`; nothing is kept."""
 
     def before(path: str, call: Call) -> None:
-        see(path, call.args[0] if call.args else next(iter(call.kwargs.values())))
+        see(path, first_of(call))
 
     def after(path: str, output: Any) -> None:
         if path in outputs:

@@ -42,11 +42,11 @@ class Entry:
         return self.replacer is not None and self.site.stored is not None and not self.replacer.takes_stored
 
     @property
-    def calibrates(self) -> bool:
-        """Whether the replacement needs statistics of its input."""
+    def observer(self) -> str | None:
+        """What calibration has to know of the site's input; see Replacer.observer."""
         if self.replacer is None or self.choice is None or self.as_stored:
-            return False
-        return self.replacer.calibrates(self.choice)
+            return None
+        return self.replacer.observer(self.choice)
 
     def record(self) -> SiteRecord:
         """This entry as a SiteRecord, with nothing measured."""

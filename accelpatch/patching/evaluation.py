@@ -15,7 +15,7 @@ from accelpatch.errors import PatchError
 from accelpatch.patching.placement import device_of
 from accelpatch.patching.verify import kl_divergence
 
-WINDOW = 512  # tokens of context per window
+WINDOW = 512  # tokens of context
 
 
 @dataclass(frozen=True)
@@ -42,35 +42,54 @@ def compare(
     input_ids: Tensor,
     patched: AbstractContextManager[nn.Module],
     progress: Callable[[str, int, int], None] | None = None,
+    window: int = WINDOW,
+    stride: int | None = None,
 ) -> Evaluation:
-    """Evaluate `model` on input_ids [1, L] in windows of 512 tokens, first as it is, then within the context `patched`.
+    """Evaluate `model` on input_ids [1, L], first as it is, then within the context `patched`.
 
-    Keeps the original's logits on the CPU, L x vocabulary x 4 bytes. Raises PatchError for fewer than two tokens.
+    window: tokens that the model sees at once, at most its context. stride: tokens from one window to the next, whose
+    last ones alone are then predicted, with what stands before them as context; default: windows do not overlap. Keeps
+    the original's logits on the CPU, L x vocabulary x 4 bytes. Raises PatchError for fewer than two tokens.
     """
     if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 2:
         raise PatchError(f"an evaluation needs token ids of shape [1, L], L at least 2, not {list(input_ids.shape)}")
-    size = min(WINDOW, getattr(getattr(model, "config", None), "max_position_embeddings", None) or WINDOW)
-    windows = [w for w in input_ids.split(size, dim=1) if w.shape[1] > 1]
+    size = min(window, getattr(getattr(model, "config", None), "max_position_embeddings", None) or window)
+    if not 0 < (step := stride or size) <= size or size < 2:
+        raise PatchError(f"windows of {size} tokens cannot be {step} apart: a stride is from 1 to the window")
+    windows = _windows(input_ids, size, step)
     report = progress or (lambda stage, done, total: None)
     before = list(_logits(model, windows, lambda done: report("original", done, len(windows))))
     kl = agree = likely = likely_after = 0.0
     with patched:
         after = _logits(model, windows, lambda done: report("patched", done, len(windows)))
-        for ids, p, q in zip(windows, before, after, strict=True):
-            targets = ids[0, 1:].cpu()
+        for (ids, first), p, q in zip(windows, before, after, strict=True):
+            targets = ids[0, first:].cpu()
             kl += kl_divergence(p, q).sum().item()
             agree += (p.argmax(-1) == q.argmax(-1)).sum().item()
             likely += nn.functional.cross_entropy(p, targets, reduction="sum").item()
             likely_after += nn.functional.cross_entropy(q, targets, reduction="sum").item()
-    count = sum(w.shape[1] - 1 for w in windows)
+    count = sum(ids.shape[1] - first for ids, first in windows)
     return Evaluation(kl / count, agree / count, math.exp(likely / count), math.exp(likely_after / count), count)
 
 
+def _windows(input_ids: Tensor, size: int, step: int) -> list[tuple[Tensor, int]]:
+    """Windows [1, at most size] with the place of their first predicted token: each token but the first is predicted
+    once."""
+    found, stop = [], 1  # of the tokens that are predicted already
+    for start in range(0, input_ids.shape[1], step):
+        ids = input_ids[:, start : start + size]
+        first = max(stop - start, 1)
+        if first < ids.shape[1]:
+            found.append((ids, first))
+            stop = start + ids.shape[1]
+    return found
+
+
 @torch.no_grad()
-def _logits(model: nn.Module, windows: list[Tensor], progress: Callable[[int], None]) -> Iterator[Tensor]:
-    """Next-token logits [tokens - 1, V] in float32 on the CPU, window by window."""
+def _logits(model: nn.Module, windows: list[tuple[Tensor, int]], progress: Callable[[int], None]) -> Iterator[Tensor]:
+    """Logits [predicted tokens, V] in float32 on the CPU, window by window."""
     device = device_of(model)
-    for done, ids in enumerate(windows):
+    for done, (ids, first) in enumerate(windows):
         output = model(input_ids=ids.to(device), use_cache=False)
-        yield output.logits[0, :-1].float().cpu()
+        yield output.logits[0, first - 1 : -1].float().cpu()
         progress(done + 1)

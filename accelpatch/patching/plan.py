@@ -47,7 +47,7 @@ class Plan:
     @property
     def calibrates(self) -> bool:
         """Whether the patch needs statistics of the model's activations."""
-        return bool(self.groups) or any(entry.calibrates for entry in self.entries)
+        return bool(self.groups) or any(entry.observer is not None for entry in self.entries)
 
     @property
     def replaced(self) -> tuple[Entry, ...]:

@@ -105,9 +105,10 @@ class Replacer(ABC):
         stats: a quant.smoothing.SiteStatistics, or None.
         """
 
-    def calibrates(self, choice: Choice) -> bool:
-        """Whether `build` needs the statistics of the site's input."""
-        return False
+    def observer(self, choice: Choice) -> str | None:
+        """What `build` needs of the site's input: "channels" (quant.calibration: figures of each, of the float model),
+        "hessian" (quant.hessian: second moments, behind layers that are rounded already), or None."""
+        return None
 
     def weight(self, choice: Choice, parts: Mapping[str, Any]) -> Any:
         """The quantised weight of the tensors that a checkpoint has of it, by name. Raises KernelError."""

@@ -11,6 +11,8 @@ as u * scale + offset can name the value: all float16 and bfloat16 values of nor
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,54 @@ from accelpatch.quant.weight import fits_half, grouped
 ZERO_CODE = -120  # a byte of two symmetric zeros, u = 8
 
 
+@dataclass(frozen=True)
+class Int4Grid:
+    """The values that a group can take. kind: "none" (symmetric), "minimum" or "zero_point"."""
+
+    kind: str = "minimum"
+
+    def storage(self, groups: Tensor) -> torch.dtype:
+        """The dtype of the scales and minima of groups[N, G, g]."""
+        low, high = groups.amin(dim=2), groups.amax(dim=2)
+        extremes = {"none": lambda: torch.maximum(high, -low) / 8, "zero_point": lambda: _width(low, high) / 15}
+        values = extremes.get(self.kind, lambda: torch.stack((low, high, (high - low) / 15)))()
+        return torch.float16 if fits_half(values) else torch.float32
+
+    def fit(self, groups: Tensor, dtype: torch.dtype, shrink: float = 1.0) -> tuple[Tensor, Tensor | None]:
+        """scale[N, G], and offset[N, G] or None, of groups[N, G, g]. shrink: of the range that the codes cover."""
+        if self.kind == "none":
+            extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)).squeeze(2)
+            return (extreme * shrink / -8).to(dtype), None
+        low, high = groups.amin(dim=2) * shrink, groups.amax(dim=2) * shrink
+        if self.kind == "zero_point":
+            scale = (_width(low, high) / 15).to(dtype)
+            return scale, _divide(-low.clamp(max=0).unsqueeze(2), scale).squeeze(2).clamp_(0, 15).to(torch.int8)
+        if dtype != torch.float16:
+            _width(low, high)
+        offset = low.to(dtype)
+        # a constant group has u = 1 and, as its scale, the offset's rounding error
+        return torch.where(low == high, high - offset.float(), (high - offset.float()) / 15).to(dtype), offset
+
+    def codes(self, groups: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+        """u[N, G, g], integers 0..15 in float32, of the nearest values."""
+        if offset is None:
+            return (_divide(groups, scale) + 8).clamp_(0, 15)
+        if self.kind == "minimum":
+            return _divide(groups - offset.float().unsqueeze(2), scale).clamp_(0, 15)
+        return (_divide(groups, scale) + offset.float().unsqueeze(2)).clamp_(0, 15)
+
+    def values(self, u: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+        """The values of codes u[N, G, g], float32."""
+        step = scale.float().unsqueeze(2)
+        if self.kind == "minimum" and offset is not None:
+            return u * step + offset.float().unsqueeze(2)
+        return (u - (8 if offset is None else offset.float().unsqueeze(2))) * step
+
+    def weight(self, u: Tensor, scale: Tensor, offset: Tensor | None) -> Int4Rows:
+        """The weight of codes u[N, G, g]."""
+        return Int4Rows(pack(u), scale, offset)
+
+
 def quantize(weight: Tensor, *, group_size: int, symmetric: bool = False, zero_point: bool = False) -> Int4Rows:
     """Quantise a float weight [N, K] to packed q[N, K / 2], scale[N, G] and offset[N, G] (None where symmetric).
 
@@ -31,53 +81,22 @@ def quantize(weight: Tensor, *, group_size: int, symmetric: bool = False, zero_p
     groups = grouped(weight, group_size, "int4")
     if weight.shape[1] % 2:
         raise KernelError(f"int4 packs two weights a byte and K = {weight.shape[1]} is odd: use int8 for this weight")
-    return _symmetric(groups) if symmetric else _zero_point(groups) if zero_point else _asymmetric(groups)
+    grid = Int4Grid("none" if symmetric else "zero_point" if zero_point else "minimum")
+    scale, offset = grid.fit(groups, grid.storage(groups))
+    return grid.weight(grid.codes(groups, scale, offset), scale, offset)
 
 
-def _symmetric(groups: Tensor) -> Int4Rows:
-    extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)).squeeze(2)
-    scale = _store(extreme / -8)
-    return Int4Rows(pack((_divide(groups, scale) + 8).clamp_(0, 15)), scale)
-
-
-def _zero_point(groups: Tensor) -> Int4Rows:
-    low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)
-    _check_range(low, high)
-    scale = _store((high - low) / 15)
-    zero = _divide(-low.unsqueeze(2), scale).squeeze(2).clamp_(0, 15)
-    u = (_divide(groups, scale) + zero.unsqueeze(2)).clamp_(0, 15)
-    return Int4Rows(pack(u), scale, zero.to(torch.int8))
-
-
-def _asymmetric(groups: Tensor) -> Int4Rows:
-    low, high = groups.amin(dim=2), groups.amax(dim=2)
-    constant = low == high
-    dtype = _storage(torch.stack((low, high, (high - low) / 15)))
-    if dtype != torch.float16:
-        _check_range(low, high)
-    offset = low.to(dtype)
-    # a constant group has u = 1 and, as its scale, the offset's rounding error
-    scale = torch.where(constant, high - offset.float(), (high - offset.float()) / 15).to(dtype)
-    u = _divide(groups - offset.float().unsqueeze(2), scale).clamp_(0, 15)
-    return Int4Rows(pack(u), scale, offset)
-
-
-def _check_range(low: Tensor, high: Tensor) -> None:
-    if not bool(torch.isfinite(high - low).all()):
+def _width(low: Tensor, high: Tensor) -> Tensor:
+    """How far the values of groups, and zero, lie apart. Raises KernelError where a float32 cannot say it."""
+    width = high.clamp(min=0) - low.clamp(max=0)
+    if not bool(torch.isfinite(width).all()):
         raise KernelError("int4: a group's values lie further apart than a float32 can say: use int8 for this weight")
+    return width
 
 
 def _divide(groups: Tensor, scale: Tensor) -> Tensor:
     divisor = scale.float().unsqueeze(2)
     return (groups / torch.where(divisor == 0, 1.0, divisor)).round_()
-
-
-def _storage(values: Tensor) -> torch.dtype:
-    return torch.float16 if fits_half(values) else torch.float32
-
-
-def _store(scale: Tensor) -> Tensor:
-    return scale.to(_storage(scale))
 
 
 def pack(u: Tensor) -> Tensor:

@@ -6,11 +6,43 @@ both exist. A group of zeros has scale 0. Scales may be float16 instead; codes a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from accelpatch.kernels.layouts.row_major import Int8Rows
 from accelpatch.quant.weight import fits_half, grouped, row_blocks
+
+
+@dataclass(frozen=True)
+class Int8Grid:
+    """The values that a group can take. half: whether scales are float16, where they fit."""
+
+    half: bool = False
+
+    def storage(self, groups: Tensor) -> torch.dtype:
+        """The dtype of the scales of groups[N, G, g]."""
+        return torch.float16 if self.half and fits_half(groups.abs().amax(dim=2) / 127) else torch.float32
+
+    def fit(self, groups: Tensor, dtype: torch.dtype, shrink: float = 1.0) -> tuple[Tensor, None]:
+        """scale[N, G] of groups[N, G, g]. shrink: of the range that the codes cover."""
+        return (groups.abs().amax(dim=2) * (shrink / 127)).to(dtype), None
+
+    def codes(self, groups: Tensor, scale: Tensor, offset: None = None) -> Tensor:
+        """q[N, G, g], integers -127..127 in float32, of the nearest values."""
+        scale = scale.float()
+        # where absmax / 127 is too small for a float32 the scale is 0, and so is every weight
+        divisor = torch.where(scale > 0, scale, 1.0).unsqueeze(2)
+        return (groups / divisor).round_().clamp_(-127, 127)
+
+    def values(self, q: Tensor, scale: Tensor, offset: None = None) -> Tensor:
+        """The values of codes q[N, G, g], float32."""
+        return q * scale.float().unsqueeze(2)
+
+    def weight(self, q: Tensor, scale: Tensor, offset: None = None) -> Int8Rows:
+        """The weight of codes q[N, G, g]."""
+        return Int8Rows(q.flatten(1).to(torch.int8), scale)
 
 
 def quantize(weight: Tensor, *, group_size: int | None = None, half_scales: bool = False) -> Int8Rows:
@@ -19,21 +51,13 @@ def quantize(weight: Tensor, *, group_size: int | None = None, half_scales: bool
     half_scales: float16, for a weight whose scales are all of normal size there. Raises KernelError for NaN or
     infinity, and where group_size does not divide K.
     """
-    groups = grouped(weight, group_size, "int8")
-    half = half_scales and fits_half(groups.abs().amax(dim=2) / 127)
-    q, scale = zip(*(_rows(rows, half) for rows in row_blocks(groups)), strict=True)
-    return Int8Rows(torch.cat(q), torch.cat(scale))
-
-
-def _rows(groups: Tensor, half: bool) -> tuple[Tensor, Tensor]:
-    """Quantise groups [n, G, K / G] to q[n, K] and scale[n, G]."""
-    scale = groups.abs().amax(dim=2) / 127
-    stored = scale.half() if half else scale
-    scale = stored.float()
-    # where absmax / 127 is too small for a float32 the scale is 0, and so is every weight
-    divisor = torch.where(scale > 0, scale, 1.0).unsqueeze(2)
-    q = (groups / divisor).round_().clamp_(-127, 127).to(torch.int8)
-    return q.flatten(1), stored
+    groups, grid = grouped(weight, group_size, "int8"), Int8Grid(half_scales)
+    dtype = grid.storage(groups)
+    parts = []
+    for rows in row_blocks(groups):
+        scale, _ = grid.fit(rows, dtype)
+        parts.append(grid.weight(grid.codes(rows, scale), scale))
+    return Int8Rows(torch.cat([one.w for one in parts]), torch.cat([one.scale for one in parts]))
 
 
 def quantize_as(weight: Tensor, held: Int8Rows) -> Int8Rows:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from accelpatch.quant.calibration import ChannelStatistics
 LEAST = 1e-5  # of a factor
 SEARCHED = tuple(step / 20 for step in range(6, 20))  # values of alpha that a search tries, besides none
 LEVELS = 127
+SMOOTHING = ("factors", "divisors")  # of SiteStatistics, and of modules whose weight has them in it
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,13 +32,15 @@ class SiteStatistics:
     """What a replacement is built with: statistics of its original's input, and the smoothing around it.
 
     factors[K]: its input comes divided by them. divisors[N]: its output is to be divided by them. Float32, or None.
-    inside: of a module that is replaced with all that is in it, those of its parts by their names in it.
+    inside: of a module that is replaced with all that is in it, those of its parts by their names in it. rounded: the
+    quantised weight for these inputs and outputs, a RowMajor, where calibration has made it.
     """
 
     inputs: ChannelStatistics | None = None
     factors: Tensor | None = None
     divisors: Tensor | None = None
     inside: Mapping[str, SiteStatistics] = field(default_factory=dict)
+    rounded: Any = None
 
     def given(self, x: Tensor) -> Tensor:
         """What comes in where the original got x[..., K]."""

@@ -19,7 +19,7 @@ from accelpatch.modules.replacement import adopt
 from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
 from accelpatch.replacers.gemv import NATIVE, Gemv
-from accelpatch.replacers.weight_only import bias_bytes
+from accelpatch.replacers.weight_kernels import bias_bytes
 
 BESIDE = 4 + 4 * compact_tiles.FOUR  # bytes per row: its scale, and outliers of a typical row
 

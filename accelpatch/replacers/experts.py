@@ -23,9 +23,10 @@ from accelpatch.modules.experts import DOWN, UP, ExpertsForm, floats, form_of, r
 from accelpatch.modules.quantized_experts import PARTS, Held, checked, quantised
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
-from accelpatch.quant import codebook, int4, int8
+from accelpatch.quant import codebook, gptq, int4, int8
+from accelpatch.replacers.calibrated import CALIBRATED, CalibratedReplacer, how_of
 from accelpatch.replacers.proposing import KernelReplacer
-from accelpatch.replacers.weight_only import CPU_LIBRARY, dividing, slower, stored_bytes
+from accelpatch.replacers.weight_kernels import CPU_LIBRARY, dividing, slower, stored_bytes
 
 NATIVE, HIP, TRITON = "cpu", "hip", "triton"
 Shapes = dict[str, tuple[int, int]]  # weight -> (N, K) of an expert
@@ -90,7 +91,7 @@ class FloatExpertsReplacer(Replacer):
         return floats(site.original, form)
 
 
-class _QuantizedExperts(KernelReplacer):
+class _QuantizedExperts(CalibratedReplacer, KernelReplacer):
     """Base of the formats: groups of each of the two weights, the kernel, and the bytes."""
 
     whole = True
@@ -127,6 +128,7 @@ class _QuantizedExperts(KernelReplacer):
         pair, kernel, note, spec = next((one for one in tried if one[1] in (NATIVE, HIP, TRITON)), tried[0])
         resident = self._bytes(site, number, shapes, pair, kernel, offset)
         detail = {"groups": pair, "offset": offset, "form": form, "number": number, "shapes": shapes}
+        detail |= how_of(options)
         libraries = expert_gemv.libraries(self._spec(pair, found, site, offset)) if kernel == HIP else ()
         after = round(resident * share(site))
         return Choice(
@@ -176,11 +178,12 @@ class _QuantizedExperts(KernelReplacer):
     @torch.no_grad()
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         form, weights = choice.detail["form"], dict[str, Held]()
+        made = None if stats is None else stats.rounded
         for name, group in zip((UP, DOWN), choice.detail["groups"], strict=True):
             weight = site.original._parameters[name]
             assert weight is not None
             rows = rows_of(form, name, weight.detach())
-            held = stacked([self.quantized(one, group, choice) for one in rows])
+            held = stacked([self.quantized(one, group, choice) for one in rows]) if made is None else _held(made, name)
             bias = site.original._parameters.get(f"{name}_bias")
             beside = None if bias is None else rows_of(form, f"{name}_bias", bias.detach()).clone()
             weights[name] = {**held, "bias": beside}
@@ -203,6 +206,11 @@ class _QuantizedExperts(KernelReplacer):
         return [name for name in names if name.startswith(f"{site.path}.")]
 
 
+def _held(made: Mapping[str, Tensor], name: str) -> dict[str, Tensor | None]:
+    """The canonical tensors of one weight, of those of a state dict."""
+    return {part: made.get(f"{name}_{part}") for part in ("q", "scale", "offset")}
+
+
 def stacked(weights: Sequence[Int8Rows | Int4Rows]) -> dict[str, Tensor | None]:
     """Canonical tensors of quantised weights as one, [E, N, ...]; scales in the widest of their dtypes."""
     scale = [one.scale for one in weights]
@@ -218,18 +226,21 @@ class Int8Experts(_QuantizedExperts):
     """Symmetric int8; groups as int8_weight_only has them, of which GPU kernels take whole rows (null) only."""
 
     name = "int8_experts"
-    options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list, type(None))}
+    options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list, type(None)), **CALIBRATED}
     bits, wanted, dtypes = 8, [128, 64, 32, None], (torch.float32, torch.float16)
 
     def quantized(self, weight: Tensor, group: int, choice: Choice) -> Int8Rows | Int4Rows:
         return int8.quantize(weight, group_size=group)
+
+    def grid(self, detail: Mapping[str, Any]) -> gptq.Grid:
+        return int8.Int8Grid()
 
 
 class Int4Experts(_QuantizedExperts):
     """4-bit codes in groups, as int4_weight_only has them."""
 
     name = "int4_experts"
-    options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list), "symmetric": (bool,)}
+    options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list), "symmetric": (bool,), **CALIBRATED}
     bits, wanted, dtypes = 4, [128, 64, 32], (torch.float16, torch.float32)
 
     def offset(self, options: Mapping[str, Any]) -> str:
@@ -237,6 +248,9 @@ class Int4Experts(_QuantizedExperts):
 
     def quantized(self, weight: Tensor, group: int, choice: Choice) -> Int8Rows | Int4Rows:
         return int4.quantize(weight, group_size=group, symmetric=choice.detail["offset"] == "none")
+
+    def grid(self, detail: Mapping[str, Any]) -> gptq.Grid:
+        return int4.Int4Grid(detail["offset"])
 
 
 class MXFP4Experts(_QuantizedExperts):

@@ -26,7 +26,7 @@ from accelpatch.patching.site import Site
 from accelpatch.quant import fp8
 from accelpatch.quant.weight import check_held
 from accelpatch.replacers.proposing import LinearReplacer
-from accelpatch.replacers.weight_only import HIP, INT8_SCALE, bias_bytes, token_bytes, weight_of
+from accelpatch.replacers.weight_kernels import HIP, INT8_SCALE, bias_bytes, token_bytes, weight_of
 
 
 class Fp8WeightOnly(LinearReplacer):

@@ -23,7 +23,7 @@ from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant.blocks import check_blocks
 from accelpatch.replacers.proposing import LinearReplacer
-from accelpatch.replacers.weight_only import NATIVE, bias_bytes, token_bytes
+from accelpatch.replacers.weight_kernels import NATIVE, bias_bytes, token_bytes
 
 FLOAT = "its weight is float, and this takes a GGUF file's as they are stored: give a .gguf file, or another recipe"
 

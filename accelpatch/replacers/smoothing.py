@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,24 +15,24 @@ from accelpatch.patching.plan import Plan
 from accelpatch.patching.site import Site
 from accelpatch.quant.calibration import Statistics
 from accelpatch.quant.smoothing import Channels, SiteStatistics, factors, searched, with_divisors
-from accelpatch.replacers.weight_only import weight_of
+from accelpatch.replacers.weight_kernels import weight_of
 
-SEARCH = "search"
+SEARCH, CHANNELS = "search", "channels"
 
 
 def site_statistics(
-    plan: Plan, statistics: Statistics, progress: Callable[[int, int], None]
+    plan: Plan, groups: Sequence[Any], statistics: Statistics, progress: Callable[[int, int], None]
 ) -> dict[str, SiteStatistics]:
     """Path -> what the replacement there is built with. Raises PlanError, naming the site, where something is missing.
 
-    The factors of a group are those of alpha in the recipe, or of a search over it.
+    groups: of the plan, those that are smoothed by these: by alpha of the recipe, or by a search over it.
     """
     known = {site.path: site for entry in plan.replaced for site in entry.sites}
     found: dict[str, SiteStatistics] = {}
-    needed = {path for group in plan.groups for path in group.consumers}
+    needed = {path for group in groups for path in group.consumers}
     auto = set()
     for entry in plan.replaced:
-        if entry.calibrates:
+        if entry.observer == CHANNELS:
             needed |= {site.path for site in entry.sites if site.k is not None}
         if entry.choice is not None and entry.choice.detail.get("activations") == "auto":
             auto.add(entry.site.path)
@@ -45,9 +45,9 @@ def site_statistics(
         except KernelError as error:
             raise PlanError(str(error)) from None
     alpha = (plan.recipe.calibrate or {}).get("alpha")
-    for done, group in enumerate(plan.groups):
+    for done, group in enumerate(groups):
         _smooth(cast(Any, group), known, found, alpha)
-        progress(done + 1, len(plan.groups))
+        progress(done + 1, len(groups))
     for entry in plan.replaced:
         if entry.inside:
             start = len(entry.site.path) + 1
@@ -73,13 +73,13 @@ def _smooth(group: Any, known: Mapping[str, Site], found: dict[str, SiteStatisti
         s = searched(channels, [one for one in inputs if one is not None], weights, figures)
     else:
         s = factors(*figures, alpha)
-    s = _as_norm_holds(source.original, s.cpu())
+    s = as_norm_holds(source.original, s.cpu())
     for path in group.consumers:
         found[path] = replace(found[path], factors=channels.to_input(s, k))
     found[group.source] = with_divisors(found.get(group.source, SiteStatistics()), rows, s, n)
 
 
-def _as_norm_holds(source: Any, s: Tensor) -> Tensor:
+def as_norm_holds(source: Any, s: Tensor) -> Tensor:
     """The factors by which a norm's weight in its own dtype divides exactly; those of a linear layer as they are.
 
     A norm that multiplies by 1 + weight would else lose most digits of 1 / s: in bfloat16 its weight, near -1, has

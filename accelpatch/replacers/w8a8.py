@@ -17,14 +17,14 @@ from accelpatch.kernels.layouts.w8a8_pack import LONGEST
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.linear import w8a8_linear, w8a8_packed
 from accelpatch.kernels.spec import Spec
-from accelpatch.modules.w8a8_linear import W8A8Linear, w8a8
+from accelpatch.modules.quantized_linear import W8A8Linear, quantized
 from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
 from accelpatch.quant import int8
 from accelpatch.quant.smoothing import LEVELS, SiteStatistics
 from accelpatch.quant.weight import check_held
 from accelpatch.replacers.proposing import LinearReplacer
-from accelpatch.replacers.weight_only import (
+from accelpatch.replacers.weight_kernels import (
     CPU_LIBRARY,
     HIP,
     INT8_SCALE,
@@ -58,8 +58,8 @@ class W8A8(LinearReplacer):
             if options.get(key, known[0]) not in known:
                 raise PlanError(f"{self.name}: option {key} is {options[key]!r}, and it is one of {', '.join(known)}")
 
-    def calibrates(self, choice: Choice) -> bool:
-        return choice.detail["activations"] != "dynamic"
+    def observer(self, choice: Choice) -> str | None:
+        return None if choice.detail["activations"] == "dynamic" else "channels"
 
     def of_matrix(self, site: Site, n: int, k: int, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         if k > LONGEST:
@@ -92,7 +92,7 @@ class W8A8(LinearReplacer):
         return self._module(site, W8A8Rows(held.w, held.scale, one), SiteStatistics(), choice)
 
     def _module(self, site: Site, weight: W8A8Rows, stats: SiteStatistics, choice: Choice) -> nn.Module:
-        made: nn.Module = w8a8(site.original, weight, stats, choice.kernel == NATIVE)
+        made: nn.Module = quantized(W8A8Linear, site.original, weight, choice.kernel == NATIVE, stats)
         return made
 
     def prefetchable(self, site: Site, choice: Choice, built: nn.Module) -> Choice:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,13 +10,8 @@ from torch import Tensor, nn
 
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
-from accelpatch.kernels import dispatch
-from accelpatch.kernels.codebooks import CODEBOOKS, E8M0, MXFP4_GROUP
-from accelpatch.kernels.codebooks import scale_dtype as dtype_of
-from accelpatch.kernels.compiling import libraries as built
+from accelpatch.kernels.codebooks import E8M0, MXFP4_GROUP
 from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows, RowMajor
-from accelpatch.kernels.ops.linear import int8_linear, packed_linear, tiled_int4_linear
-from accelpatch.kernels.spec import Spec
 from accelpatch.modules.quantized_linear import (
     CodebookLinear,
     Int4WeightOnlyLinear,
@@ -28,93 +22,32 @@ from accelpatch.modules.quantized_linear import (
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
-from accelpatch.quant import codebook, int4, int8
+from accelpatch.quant import codebook, gptq, int4, int8
+from accelpatch.quant.smoothing import SiteStatistics
 from accelpatch.quant.weight import check_held
+from accelpatch.replacers.calibrated import CALIBRATED, CalibratedReplacer, how_of
 from accelpatch.replacers.proposing import LinearReplacer
+from accelpatch.replacers.weight_kernels import (
+    HIP,
+    INT4_SCALE,
+    INT8_SCALE,
+    NATIVE,
+    ON_GPU,
+    PER_BYTE,
+    bias_bytes,
+    dividing,
+    kernel_for,
+    libraries,
+    slower,
+    stored_bytes,
+    token_bytes,
+    weight_of,
+)
 
-INT8_SCALE = 4  # bytes per scale: float32
-NATIVE = "cpu"  # the implementation over packs, the native CPU layout
-CPU_LIBRARY = "cpu"
-HIP = "hip"
-ON_GPU = {"int4_linear": "tiled_int4_linear"}  # operation -> the one over the GPU kernels' layout
-PER_BYTE = {"int8_linear": 1, "int4_linear": 2}  # values of a byte
-LIBRARIES = {"int8_linear": int8_linear.libraries, "tiled_int4_linear": tiled_int4_linear.libraries}
-INT4_SCALE = 2  # bytes per scale: float16
 OFFSET_BYTES = {"none": 0, "minimum": 2, "zero_point": 1}
 
 
-def weight_of(module: nn.Module) -> Tensor:
-    """The float weight [N, K]; rows are output channels, or tokens of an embedding."""
-    weight = module._parameters["weight"]
-    assert weight is not None
-    return weight.detach().t() if type(module).__name__ == "Conv1D" else weight.detach()
-
-
-def kernel_for(op: str, site: Site, device: Device, group_size: int, offset: str) -> tuple[str, str, Spec]:
-    """The implementation that would run for one token, why it is not a native one ("" where it is), and the call.
-
-    Raises KernelError with every implementation's reason where none can run.
-    """
-    assert site.n is not None
-    assert site.k is not None
-    dtype = getattr(torch, site.dtype)
-    packed = "packed_embedding" if op == "int8_embedding" else "packed_linear"
-    spec = packed_linear.of_shape(site.n, site.k, dtype, group_size, offset, op=packed)
-    reason = dispatch.why_not(packed, NATIVE, spec, device)
-    if reason is None:
-        return NATIVE, "", spec
-    scale = scale_dtype(op, offset)
-    spec = Spec(op, {"M": 1, "N": site.n, "K": site.k}, dtype, scale, group_size, offset)
-    chosen = dispatch.choose(op, spec, device)
-    if device.kind == "cpu":
-        return chosen, f"no native CPU kernels: {reason}", spec
-    own = replace(spec, op=ON_GPU.get(op, op))
-    if HIP not in dispatch.kernel(own.op).implementations:
-        return chosen, "", spec
-    reason = dispatch.why_not(own.op, HIP, own, device)
-    if reason is None:
-        return HIP, "", own
-    return chosen, f"{op} by {chosen}, not by the HIP kernels: {reason}", spec
-
-
-def scale_dtype(op: str, kind: str) -> torch.dtype:
-    """The dtype that a weight's scales usually have."""
-    if kind in CODEBOOKS:
-        return dtype_of(kind)
-    return torch.float16 if "int4" in op else torch.float32
-
-
-def slower(kernel: str, device: Device) -> str:
-    """Why a quantised weight makes a module slower: on a CPU without the native library torch dequantises it at every
-    call. "" where a kernel reads it as it is."""
-    if device.kind != "cpu" or kernel == NATIVE or (reason := built.why_not(CPU_LIBRARY, device)) is None:
-        return ""
-    return f"without native CPU kernels it would be slower than the original ({reason.partition(': ')[0]})"
-
-
-def libraries(kernel: str, op: str, site: Site, device: Device, group_size: int, offset: str) -> tuple[str, ...]:
-    """The device libraries that linear layers of a site, or tied to it, launch; none where other kernels run."""
-    if device.kind == "cpu":
-        return (CPU_LIBRARY,) if kernel == NATIVE else ()
-    if all(isinstance(member.original, nn.Embedding) for member in (site, *site.tied)):
-        return ()
-    assert site.n is not None
-    assert site.k is not None
-    scale = scale_dtype(op, offset)
-    spec = Spec(op, {"M": 1, "N": site.n, "K": site.k}, getattr(torch, site.dtype), scale, group_size, offset)
-    return () if dispatch.why_not(op, HIP, spec, device) else LIBRARIES[op](spec, device)
-
-
-def token_bytes(site: Site, resident: int) -> int:
-    """Bytes read to decode one token: the whole weight of a linear layer, one row of an embedding, both where tied."""
-    assert site.n is not None
-    row = resident // site.n
-    if isinstance(site.original, nn.Embedding):
-        return row
-    return resident + (row if any(isinstance(tied.original, nn.Embedding) for tied in site.tied) else 0)
-
-
-class WeightOnly(LinearReplacer):
+class WeightOnly(CalibratedReplacer, LinearReplacer):
     """Base of the formats with scales along K: which group size, by which kernel, and the bytes.
 
     Of a list of group sizes the first that divides K and that the device's own kernels take is used.
@@ -128,6 +61,7 @@ class WeightOnly(LinearReplacer):
     wanted: ClassVar[Any] = None  # group sizes, where a rule says none; a number: the only one
     dtypes: ClassVar[tuple[torch.dtype, ...]]  # of scales, the usual one first
     codes: ClassVar[str] = ""
+    smooths = True
 
     def quantized(self, weight: Tensor, detail: Mapping[str, Any]) -> RowMajor:
         """A float weight [N, K] in the format."""
@@ -153,19 +87,22 @@ class WeightOnly(LinearReplacer):
         if k % per_byte:
             return Reason(f"K = {k} is odd, and a byte holds two values")
         op = "int8_embedding" if isinstance(site.original, nn.Embedding) else self.op
-        kept = self.kept(options)
+        kept, how = self.kept(options), how_of(options)
         kind = self.kind(kept)
         found = [(group, *kernel_for(op, site, device, group, kind)) for group in groups]
         group, kernel, note, spec = next((one for one in found if one[1] in (NATIVE, HIP)), found[0])
         resident = n * k // per_byte + n * (k // group) * self.scale_bytes(kept, kernel) + bias_bytes(site)
         return Choice(
-            kernel, site.token_bytes, token_bytes(site, resident), resident, {"group_size": group} | kept, note,
+            kernel, site.token_bytes, token_bytes(site, resident), resident, {"group_size": group} | kept | how, note,
             libraries=libraries(kernel, ON_GPU.get(self.op, self.op), site, device, group, kind),
             slower=slower(kernel, device), spec=spec,
         )  # fmt: skip
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
-        return self._module(site.original, self.quantized(weight_of(site.original), choice.detail), choice)
+        stats = stats or SiteStatistics()
+        if (weight := stats.rounded) is None:
+            weight = self.quantized(stats.weight(weight_of(site.original)), choice.detail)
+        return self._module(site.original, weight, choice, stats)
 
     def weight(self, choice: Choice, parts: Mapping[str, Tensor | None]) -> RowMajor:
         return Int4Rows.of(parts, codes=self.codes) if PER_BYTE[self.op] > 1 else Int8Rows.of(parts)
@@ -180,9 +117,11 @@ class WeightOnly(LinearReplacer):
             raise KernelError(f"its offset is {kind}, and {due} belongs here: write the checkpoint again")
         return self._module(site.original, held, choice)
 
-    def _module(self, original: nn.Module, weight: RowMajor, choice: Choice) -> nn.Module:
+    def _module(
+        self, original: nn.Module, weight: RowMajor, choice: Choice, stats: SiteStatistics | None = None
+    ) -> nn.Module:
         mixin = self.table if self.table is not None and isinstance(original, nn.Embedding) else self.module
-        made = quantized(mixin, original, weight, choice.kernel == NATIVE)
+        made = quantized(mixin, original, weight, choice.kernel == NATIVE, stats)
         if self.codes:
             made.codes = self.codes
         module: nn.Module = made
@@ -199,6 +138,7 @@ class Int8WeightOnly(WeightOnly):
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {
         "group_size": (int, list, type(None)),
         "half_scales": (bool,),
+        **CALIBRATED,
     }
     ties = True
     no_table = None
@@ -212,7 +152,10 @@ class Int8WeightOnly(WeightOnly):
         return INT4_SCALE if detail.get("half_scales") else INT8_SCALE
 
     def quantized(self, weight: Tensor, detail: Mapping[str, Any]) -> RowMajor:
-        return int8.quantize(weight, **detail)
+        return int8.quantize(weight, group_size=detail["group_size"], half_scales=detail.get("half_scales", False))
+
+    def grid(self, detail: Mapping[str, Any]) -> gptq.Grid:
+        return int8.Int8Grid(detail.get("half_scales", False))
 
     def build_tied(self, site: Site, tied: Site, built: nn.Module) -> nn.Module:
         assert isinstance(built, QuantizedModule)
@@ -226,7 +169,7 @@ class Int4WeightOnly(WeightOnly):
 
     name = "int4_weight_only"
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {
-        "group_size": (int, list), "symmetric": (bool,), "zero_point": (bool,)
+        "group_size": (int, list), "symmetric": (bool,), "zero_point": (bool,), **CALIBRATED
     }  # fmt: skip
     module, op, wanted = Int4WeightOnlyLinear, "int4_linear", [128, 64, 32]
     dtypes = (torch.float16, torch.float32)
@@ -244,7 +187,11 @@ class Int4WeightOnly(WeightOnly):
         return INT4_SCALE + OFFSET_BYTES[self.kind(detail)]
 
     def quantized(self, weight: Tensor, detail: Mapping[str, Any]) -> RowMajor:
-        return int4.quantize(weight, **detail)
+        options = {name: detail[name] for name in ("group_size", "symmetric", "zero_point") if name in detail}
+        return int4.quantize(weight, **options)
+
+    def grid(self, detail: Mapping[str, Any]) -> gptq.Grid:
+        return int4.Int4Grid(self.kind(detail))
 
 
 class NF4WeightOnly(WeightOnly):
@@ -278,21 +225,3 @@ class MXFP4WeightOnly(NF4WeightOnly):
 FORMATS: tuple[type[WeightOnly], ...] = (
     Int8WeightOnly, Int4WeightOnly, NF4WeightOnly, FP4WeightOnly, MXFP4WeightOnly
 )  # fmt: skip
-
-
-def stored_bytes(scale: torch.dtype, kernel: str) -> int:
-    """Bytes of a scale as a kernel reads it: tiles and packs have no scales of 8 bits."""
-    return max(scale.itemsize, 2 if kernel in (NATIVE, HIP) else 1)
-
-
-def dividing(wanted: int | list[int | None] | None, k: int) -> list[int]:
-    """Those of the group sizes that divide K, in order; null becomes K, one group per row."""
-    sizes = wanted if isinstance(wanted, list) else [wanted]
-    exact = [k if size is None else size for size in sizes]
-    return [size for size in exact if isinstance(size, int) and size > 0 and k % size == 0]
-
-
-def bias_bytes(site: Site) -> int:
-    """Bytes of the parameters that stay float: the bias, if the module owns one."""
-    weight = weight_of(site.original)
-    return max(0, site.bytes - weight.numel() * weight.element_size())

@@ -13,7 +13,7 @@ import accelpatch
 from accelpatch import api
 from accelpatch.errors import LoadError, PatchError
 from accelpatch.hf import AccelpatchConfig
-from accelpatch.modules.w8a8_linear import W8A8Linear
+from accelpatch.modules.quantized_linear import W8A8Linear
 from tests.support.checkpoints import logits, opened, weights
 from tests.support.packed import replacements
 from tests.support.smoothing import calibrated

@@ -167,3 +167,36 @@ def test_what_is_printed_is_not_read_as_no_loss(cli: Cli, model: str, tmp_path: 
     assert "generate() beside the quantised modules: KL" in printed
     assert "not measured, for the original was not loaded: accelpatch eval" in printed
     assert "of SmolLM2-135M-Instruct with int4 it is KL 0.39 nats, top-1 agreement 67.9%" in printed
+
+
+def test_a_method_and_a_text(cli: Cli, model: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("It was the best of times, it was the worst of times. " * 40)
+    out, data = str(tmp_path / "out"), str(tmp_path / "text.txt")
+    options = ("--bits", "4", "--data", data, "--samples", "4", "--length", "64", "--out", out, "--json")
+    result = cli("quantize", model, "--method", "gptq+awq", *options)
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["report"]["recipe"] == "int4-gptq-awq"
+    assert not [note for note in document["report"]["notes"] if "wrote itself" in note]
+    saved = (tmp_path / "out" / "recipe.yaml").read_text()
+    assert "rounding: gptq" in saved
+    assert "samples: 4" in saved
+    assert cli("run", out, *SHORT).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (("--method", "best"), "no method is called 'best'"),
+        (("--bits", "5"), "no recipe has weights of 5 bits"),
+        (("--bits", "4", "--recipe", "int8"), "give one of the two"),
+        (("--recipe", "exact", "--method", "gptq"), "exact has no linear layers that gptq makes"),
+        (("--bits", "4", "--samples", "4"), "int4 does not calibrate"),
+        (("--bits", "4", "--method", "gptq", "--data", "absent.txt"), "absent.txt"),
+    ],
+)
+def test_methods_that_cannot_be(cli: Cli, model: str, tmp_path: Path, options: tuple[str, ...], words: str) -> None:
+    result = cli("quantize", model, *options, "--out", str(tmp_path / "out"))
+    assert result.exit_code != 0
+    assert words in " ".join(result.stderr.replace("│", " ").split())
+    assert not (tmp_path / "out").exists()

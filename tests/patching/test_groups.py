@@ -10,7 +10,7 @@ import torch
 
 import accelpatch
 from accelpatch.errors import PlanError, VerifyError
-from accelpatch.modules.w8a8_linear import W8A8Linear
+from accelpatch.modules.quantized_linear import W8A8Linear
 from accelpatch.patching import stages
 from accelpatch.patching.groups import chosen, lines, with_groups
 from accelpatch.recipe.recipe import parse

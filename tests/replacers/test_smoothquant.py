@@ -13,7 +13,7 @@ from torch import nn
 import accelpatch
 from accelpatch.models.family import norm_of
 from accelpatch.models.smoothing import smoothing_groups
-from accelpatch.modules.w8a8_linear import W8A8Linear
+from accelpatch.modules.quantized_linear import W8A8Linear
 from accelpatch.quant import int8
 from accelpatch.recipe.recipe import parse
 from tests.support.simulated import greedy, logits

@@ -1,0 +1,115 @@
+"""Calibration: texts run through a model, and what the sites of a plan are built with comes of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from accelpatch.checkpoints import statistics as files
+from accelpatch.checkpoints.resume import Blocks
+from accelpatch.errors import PatchError
+from accelpatch.models.family import roles_of
+from accelpatch.models.fingerprint import fingerprint
+from accelpatch.models.texts import windows
+from accelpatch.patching import apply, formula
+from accelpatch.patching.capture import observing, run
+from accelpatch.patching.match import sites
+from accelpatch.patching.request import Request
+from accelpatch.patching.site import LINEAR_ROLES
+from accelpatch.quant.calibration import Collector, Statistics
+from accelpatch.quant.smoothing import SiteStatistics
+from accelpatch.recipe import recipe as recipes
+from accelpatch.replacers import rounding
+from accelpatch.replacers.smoothing import site_statistics
+from accelpatch.replacers.stored import known
+
+OUTPUTS = ("q_proj", "k_proj", "v_proj")  # roles whose outputs may get static scales too
+OWN_TEXT = "calibrated on {tokens} tokens that the model wrote itself: accelpatch.calibrate(model, data) takes yours"
+
+#: makes a model generate faster while it writes its own text
+Writing = Callable[[nn.Module], AbstractContextManager[None]]
+
+
+def batches_of(
+    model: nn.Module, data: Any, tokenizer: Any, samples: int | None, length: int | None, writing: Writing
+) -> list[dict[str, Any]]:
+    """The texts of `data`, or the model's own, as `models.texts.windows` makes them."""
+    with writing(model) if data is None else nullcontext():
+        return windows(model, data, tokenizer, samples, length)
+
+
+def statistics_of(
+    model: nn.Module, batches: list[dict[str, Any]], watch: Callable[[str, int, int], None]
+) -> Statistics:
+    """Run batches through the model and gather statistics of every linear layer's input. See api.calibrate."""
+    found = sites(model, roles_of(getattr(model, "config", None)), known)
+    paths = {site.path: site.role for site in found if site.role in LINEAR_ROLES and site.k is not None}
+    outputs = {path for path, role in paths.items() if role in OUTPUTS}
+    collector = Collector()
+    watched = observing(model, list(paths), collector.see, outputs, collector.see_output)
+    own = formula.by_formula(model, [site for site in found if site.stored is not None])
+    with apply.naming("calibration", "texts ran through the model"), own, watched:
+        run(model, batches, lambda done, total: watch("calibrate", done, total), keep=False)
+        return Statistics(collector.finish(), fingerprint(model), _tokens(batches))
+
+
+def of_request(model: nn.Module, request: Request, writing: Writing, notes: list[str]) -> Mapping[str, SiteStatistics]:
+    """What the sites of a plan are built with. notes: receives what the report should say.
+
+    Raises PatchError for statistics of another model.
+    """
+    planned, given, watch = request.planned, request.statistics, request.watch
+    if request.at_hand:
+        return {}
+    if not planned.calibrates:
+        if given is not None or request.data is not None:
+            notes.append("statistics or data were given, and no replacement of this recipe needs any")
+        return {}
+    batches = list[dict[str, Any]]()
+    by_rounding = rounding.wanted(planned)
+    if by_rounding or given is None:
+        asked = planned.recipe.calibrate or {}
+        batches = batches_of(model, request.data, request.tokenizer, asked.get("samples"), asked.get("length"), writing)
+        if request.data is None:
+            notes.append(OWN_TEXT.format(tokens=_tokens(batches)))
+    made: dict[str, SiteStatistics] = {}
+    if rounding.of_channels(planned):
+        made = _by_channels(model, request, batches)
+    if by_rounding:
+        with apply.naming(type(model).__name__, "its weights were rounded"):
+            kept = _kept(model, request, batches)
+            found, said = rounding.rounded(
+                planned, model, batches, lambda done, total: watch("calibrate", done, total), kept
+            )
+        made, notes[:] = {**made, **found}, [*notes, *said]
+    return made
+
+
+def _by_channels(model: nn.Module, request: Request, batches: list[dict[str, Any]]) -> dict[str, SiteStatistics]:
+    given = request.statistics
+    if isinstance(given, (str, Path)):
+        given = files.load(Path(given))
+    if given is None:
+        given = statistics_of(model, batches, request.watch)
+    elif given.fingerprint != fingerprint(model):
+        raise PatchError("the statistics are of another model, or of other weights: calibrate this one")
+    with apply.naming(type(model).__name__, "its smoothing was computed"):
+        groups = rounding.channel_groups(request.planned)
+        return site_statistics(request.planned, groups, given, lambda done, total: request.watch("smooth", done, total))
+
+
+def _kept(model: nn.Module, request: Request, batches: list[dict[str, Any]]) -> Blocks | None:
+    if request.resume is None:
+        return None
+    texts = hashlib.sha256(b"".join(batch["input_ids"].cpu().numpy().tobytes() for batch in batches)).hexdigest()
+    facts = fingerprint(model), str(getattr(model, "dtype", "")), recipes.dump(request.planned.recipe), texts
+    return Blocks(request.resume, "\n".join(facts))
+
+
+def _tokens(batches: list[dict[str, Any]]) -> int:
+    return sum(batch["input_ids"].numel() for batch in batches)

@@ -1,0 +1,65 @@
+"""Second moments of the inputs of linear layers, gathered while texts run through a model: what GPTQ and AWQ need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from accelpatch.errors import KernelError
+
+
+@dataclass(eq=False)
+class _Moments:
+    total: Tensor  # [K, K] float32
+    tokens: int = 0
+
+
+@dataclass(eq=False)
+class Hessians:
+    """Sums x x^T of each site's inputs, on the device where they are. Sites that read one tensor share one sum."""
+
+    _of: dict[str, _Moments] = field(default_factory=dict)
+    _latest: tuple[Tensor, int, _Moments] | None = None
+
+    def see(self, path: str, x: Tensor) -> None:
+        """Take the input x[..., K] of a site."""
+        if not x.numel():
+            return
+        version = -1 if x.is_inference() else x._version  # those have none, and may be written into
+        latest, held = self._latest, self._of.get(path)
+        same = latest is not None and latest[0] is x and version == latest[1] >= 0
+        if same and latest is not None and held in (None, latest[2]):
+            self._of[path] = latest[2]
+            return
+        if held is None:
+            zeros = torch.zeros(x.shape[-1], x.shape[-1], dtype=torch.float32, device=x.device)
+            held = self._of[path] = _Moments(zeros)
+        rows = x.detach().reshape(-1, x.shape[-1]).float()
+        held.total.addmm_(rows.t(), rows)
+        held.tokens += len(rows)
+        self._latest = x, version, held
+
+    def shared(self) -> list[list[str]]:
+        """The paths that were seen, those of one input together."""
+        groups: dict[int, list[str]] = {}
+        for path, held in self._of.items():
+            groups.setdefault(id(held), []).append(path)
+        return list(groups.values())
+
+    def of(self, path: str) -> Tensor | None:
+        """The mean of x x^T, [K, K] float32; None for a site that no token reached.
+
+        Raises KernelError, naming the site, for inputs that are not finite.
+        """
+        held = self._of.get(path)
+        if held is None:
+            return None
+        bad = ~held.total.diagonal().isfinite()
+        if bool(bad.any()):
+            raise KernelError(
+                f"{path}: channel {int(bad.nonzero()[0])} of its input is NaN or infinite while calibrating: "
+                "check the model in this dtype, or load it in bfloat16 or float32"
+            )
+        return held.total / held.tokens
