@@ -186,16 +186,16 @@ def test_activations_that_are_not_finite_are_named() -> None:
     words = r"model\.layers\.1\.self_attn\.q_proj: channel 3 of its input is NaN .*; nothing was changed"
     with pytest.raises(PatchError, match=words):
         accelpatch.patch(
-            model, recipe("gptq"), verify=False, progress=False, data=["abcdefgh" * 25], tokenizer=_Letters()
+            model, recipe("gptq"), verify=False, progress=False, data=["abcdefgh" * 25], tokenizer=_Bytes()
         )
     assert snapshot(model) == before
 
 
-class _Letters:
-    """A tokenizer of one token a letter."""
+class _Bytes:
+    """A tokenizer of one token a byte."""
 
     def __call__(self, text: str, **kwargs: Any) -> Any:
-        ids = [ord(letter) % 60 for letter in text]
+        ids = [byte % 60 for byte in text.encode()]
         return {"input_ids": torch.tensor([ids]) if kwargs.get("return_tensors") else ids}
 
 
