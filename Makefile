@@ -10,11 +10,12 @@ PYTEST ?= -n 2 --dist loadfile --no-loadscope-reorder
 MARKED ?= not nightly
 # The lower end of the range in pyproject.toml.
 OLDEST := transformers==5.10.1
-# HIP and Triton kernels compiled for AMD, CPU kernels for ARM and run under qemu; then the numbers of the Triton ones,
-# through Triton's interpreter.
+# HIP and Triton kernels compiled for AMD, CPU kernels for ARM and run under qemu, the jit's table and examples assembled
+# for AMD; then the numbers of the Triton kernels, through Triton's interpreter.
 GATE := .venv/bin/python scripts/amd_gate.py --wheels .venv/gate \
 	&& .venv/bin/python scripts/ck_gate.py --wheels .venv/gate \
 	&& .venv/bin/python scripts/wheel_gate.py --wheels .venv/gate \
+	&& .venv/bin/python scripts/jit_gate.py --wheels .venv/gate \
 	&& PYTHONPATH=.venv/gate .venv/bin/python -W ignore scripts/triton_gate.py \
 	&& PYTHONPATH=.venv/gate TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -n 2 -m "$(MARKED)" \
 		tests/kernels/triton tests/kernels/ops/attention tests/kernels/ops/sampling tests/kernels/ops/step \

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accelpatch import registration
 
 if TYPE_CHECKING:
+    from accelpatch import jit
     from accelpatch.api import (
         calibrate,
         evaluate,
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AccelpatchConfig", "AccelpatchError", "Choice", "Reason", "Replacer", "calibrate", "evaluate", "evaluate_tasks",
-    "export", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan", "plan_from_config", "replacer",
+    "export", "jit", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan", "plan_from_config",
+    "replacer",
     "save_statistics", "selftest", "unpatch",
 ]  # fmt: skip
 # public name -> module; resolved at first use, so that `import accelpatch` needs no torch
@@ -47,10 +49,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'accelpatch' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "jit":
+        return import_module("accelpatch.jit")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'accelpatch' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
 
 

@@ -43,6 +43,7 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "tuning": ("kernels bench runtime report device cache errors", ""),
     "parallel": ("kernels models.family patching device report errors", "accelerate"),
     "calibration": ("errors recipe quant models patching replacers checkpoints", ""),
+    "jit": ("cache device errors", "numpy"),
     "pipeline": (  # the stages that api puts in order
         "errors device report progress recipe kernels quant modules models patching replacers fusion runtime "
         "checkpoints parallel calibration",
@@ -67,7 +68,8 @@ IMPORTS: dict[str, tuple[str, str]] = {
         "recipe report device errors cache progress",
         "typer rich jinja2",  # jinja2: what a chat template raises
     ),
-    "__init__": ("api hf registration errors patching.replacer", ""),  # the public names, resolved when first asked for
+    # the public names, resolved when first asked for
+    "__init__": ("api hf jit registration errors patching.replacer", ""),
     "__main__": ("cli", ""),
 }
 

@@ -1,0 +1,30 @@
+"""Kernels written in Python: a generator of CDNA assembly, and an emulator that runs it where there is no GPU.
+
+    @accelpatch.jit()
+    def kernel(J, N, out: "int*"):
+        ...
+
+    kernel([1], [64], 32, tensor)
+
+The module is itself the decorator: ``accelpatch.jit()`` and ``from accelpatch.jit import jit`` are the same.
+docs/jit.md teaches it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from accelpatch.jit.kernel import CodeObject, Kernel, jit
+
+__all__ = ["CodeObject", "Kernel", "jit"]
+
+
+class _Decorator(ModuleType):
+    def __call__(self, *, threads: int = 256, device: str | None = None) -> Callable[[Callable[..., Any]], Kernel]:
+        return jit(threads=threads, device=device)
+
+
+sys.modules[__name__].__class__ = _Decorator

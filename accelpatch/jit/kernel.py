@@ -1,0 +1,162 @@
+"""``jit()``: makes a kernel out of a Python function. A kernel is compiled for an arch, and launched or emulated."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accelpatch.errors import ArgumentError, KernelError
+from accelpatch.jit.signature import address, number, packed, signature
+
+if TYPE_CHECKING:
+    from accelpatch.jit.compiling import Compiled
+    from accelpatch.jit.ir import Program
+
+EMULATED = "gfx942"  # what the emulator runs where no arch is given
+_MOST_THREADS = 1024
+
+
+@dataclass(frozen=True)
+class CodeObject:
+    """What a GPU loads. vgprs, agprs, sgprs: registers in use; lds: bytes of a workgroup."""
+
+    name: str
+    arch: str
+    code: bytes
+    assembly: str
+    vgprs: int
+    agprs: int
+    sgprs: int
+    lds: int
+
+
+class Kernel:
+    """A function ``f(J, ...)`` that builds a kernel when it is called with values for its compile-time parameters.
+
+    Parameters that are annotated with a string, a HIP type such as ``"int*"``, are passed at run time.
+    """
+
+    def __init__(self, function: Callable[..., Any], threads: int, device: str | None):
+        self.function, self.threads, self.device = function, threads, device
+        self.signature = signature(function)
+        self.__name__, self.__doc__ = function.__name__, function.__doc__
+        self._compiled: dict[Hashable, Compiled] = {}
+        self._code: dict[str, bytes] = {}  # by the assembly
+
+    def __call__(
+        self, grid: Sequence[int], block: Sequence[int], *arguments: Any, device: str | None = None,
+        arch: str | None = None, stream: int | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        """Launch: ``kernel([groups], [threads], ...)`` with all arguments in the order of the function's parameters.
+
+        grid: workgroups, block: work items of one; one to three sizes each. A pointer is a tensor, or its data_ptr().
+        device: "emulate" runs it on this machine, on tensors in its memory; by default it runs on torch's present AMD
+        GPU. arch: what the emulator is, by default gfx942. options: of accelpatch.jit.emulate.run, such as steps.
+        Raises ArgumentError for arguments that do not fit, CompileError, KernelError.
+        """
+        values = self.signature.bound(self.signature.names, arguments, {})
+        groups, items = _sizes("grid", grid), _sizes("block", block)
+        if items[0] * items[1] * items[2] > self.threads:
+            raise ArgumentError(
+                f"{self.__name__} is compiled for at most {self.threads} threads, not {list(block)}: say "
+                f"jit(threads={items[0] * items[1] * items[2]})"
+            )
+        constants = {name: values[name] for name in self.signature.constants}
+        chosen = device or self.device
+        if chosen == "emulate":
+            self._emulate(arch or EMULATED, groups, items, values, constants, options)
+        elif chosen is None and not options:
+            self._launch(groups, items, values, constants, stream)
+        else:
+            raise KernelError(f"device is 'emulate', or None for torch's present GPU; not {chosen!r}, {options}")
+
+    def compile(self, arch: str, *constants: Any, **named: Any) -> CodeObject:
+        """The code object for an arch, for values of the compile-time parameters; from the cache where it is there.
+
+        Raises CompileError, with the Python line, for what is wrong with the kernel, or where nothing assembles here.
+        """
+        made = self._built(arch, self.signature.bound(self.signature.constants, constants, named))
+        used = made.places.used
+        code = self._assembled(made, self.signature.bound(self.signature.constants, constants, named))
+        return CodeObject(made.name, arch, code, made.assembly, used["v"], used["a"], used["s"], made.lds)
+
+    def source(self, arch: str, *constants: Any, **named: Any) -> str:
+        """The assembly for an arch; this needs no assembler."""
+        return self._built(arch, self.signature.bound(self.signature.constants, constants, named)).assembly
+
+    def ir(self, arch: str = EMULATED, *constants: Any, **named: Any) -> Program:
+        """The blocks of instructions after the passes, with virtual registers; ``str`` of it shows them."""
+        return self._built(arch, self.signature.bound(self.signature.constants, constants, named)).program
+
+    def _built(self, arch: str, constants: dict[str, Any]) -> Compiled:
+        from accelpatch.jit.compiling import compiled
+
+        # The values, so that those that are kept here cannot be freed and others come to their address; their text too,
+        # which differs for 1, 1.0 and True.
+        key = arch, repr(constants), tuple(constants.values())
+        try:
+            if key in self._compiled:
+                return self._compiled[key]
+        except TypeError:  # a list, say, which may be another one tomorrow
+            return compiled(self.function, arch, self.threads, self.signature.arguments, constants)
+        self._compiled[key] = compiled(self.function, arch, self.threads, self.signature.arguments, constants)
+        return self._compiled[key]
+
+    def _assembled(self, made: Compiled, constants: dict[str, Any]) -> bytes:
+        from accelpatch.jit.assembler import code_object
+
+        if made.assembly not in self._code:
+            values = re.sub(r" at 0x[0-9a-f]+", "", repr(constants))  # addresses differ from process to process
+            source = {"kernel": self.__name__, "source": _source(self.function), "constants": values}
+            self._code[made.assembly] = code_object(made.assembly, made.program.arch, source)
+        return self._code[made.assembly]
+
+    def _launch(
+        self, grid: Sequence[int], block: Sequence[int], values: dict[str, Any], constants: dict[str, Any],
+        stream: int | None,
+    ) -> None:  # fmt: skip
+        from accelpatch.jit.launch import arch_of_device, launch
+
+        made = self._built(arch_of_device(), constants)
+        segment = packed(self.signature.arguments, values)
+        launch(self._assembled(made, constants), self.__name__, grid, block, segment, stream=stream)
+
+    def _emulate(
+        self, arch: str, grid: Sequence[int], block: Sequence[int], values: dict[str, Any],
+        constants: dict[str, Any], options: dict[str, Any],
+    ) -> None:  # fmt: skip
+        from accelpatch.jit.emulate import run
+
+        passed = []
+        for one in self.signature.arguments:
+            (address if one.pointer else number)(one, values[one.name])
+            passed.append((one.kind if one.pointer else str(one.type), values[one.name]))
+        run(self._built(arch, constants).assembly, self.__name__, grid, block, passed, arch=arch, **options)
+
+
+def _sizes(name: str, given: Sequence[int]) -> tuple[int, int, int]:
+    sizes = [*given, 1, 1][:3] if isinstance(given, list | tuple) and 1 <= len(given) <= 3 else []
+    if not sizes or any(not isinstance(one, int) or one < 1 for one in sizes):
+        raise ArgumentError(f"{name} is a list of one to three sizes above zero, not {given!r}")
+    return sizes[0], sizes[1], sizes[2]
+
+
+def _source(function: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsource(function)
+    except OSError:
+        return ""  # typed at a prompt: the assembly, which is in the key too, says what it is
+
+
+def jit(*, threads: int = 256, device: str | None = None) -> Callable[[Callable[..., Any]], Kernel]:
+    """Decorator: makes a kernel out of ``f(J, ...)``.
+
+    threads: the most that a workgroup will have, which bounds the registers of each. device: "emulate" has calls run
+    in the emulator. Raises ArgumentError where threads is none that a workgroup can have.
+    """
+    if not isinstance(threads, int) or not 1 <= threads <= _MOST_THREADS:
+        raise ArgumentError(f"jit(threads={threads!r}): a workgroup has 1 to {_MOST_THREADS} threads; write @jit()")
+    return lambda function: Kernel(function, threads, device)

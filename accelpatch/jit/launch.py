@@ -1,0 +1,76 @@
+"""Launches code objects on AMD GPUs through the HIP runtime that torch has loaded, by ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from accelpatch.errors import KernelError
+
+#: keys of the extra arguments of hipModuleLaunchKernel: the arguments as one buffer, its size, the end
+_BUFFER, _SIZE, _END = 1, 2, 3
+
+
+@functools.cache
+def runtime() -> ctypes.CDLL:
+    """libamdhip64, by preference torch's own. Raises KernelError where there is none."""
+    import torch
+
+    beside = Path(torch.__file__).parent / "lib" / "libamdhip64.so"
+    for name in (str(beside), "libamdhip64.so", "/opt/rocm/lib/libamdhip64.so"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise KernelError("there is no libamdhip64.so here: install a ROCm build of torch, or pass device='emulate'")
+
+
+def arch_of_device() -> str:
+    """The arch of torch's present GPU. Raises KernelError where it is none of AMD's."""
+    import torch
+
+    if torch.version.hip is None or not torch.cuda.is_available():
+        raise KernelError("torch has no AMD GPU here: pass device='emulate' to run the kernel in the emulator")
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return str(properties.gcnArchName).partition(":")[0]
+
+
+def _call(name: str, *arguments: object) -> None:
+    library = runtime()
+    status = getattr(library, name)(*arguments)
+    if status:
+        say = library.hipGetErrorString
+        say.restype = ctypes.c_char_p
+        raise KernelError(f"{name} failed: {say(status).decode()} ({status})")
+
+
+@functools.cache
+def _function(code: bytes, name: str, device: int) -> ctypes.c_void_p:
+    """A kernel of a code object, loaded on a device, once in a process."""
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    _call("hipModuleLoadData", ctypes.byref(module), code)
+    _call("hipModuleGetFunction", ctypes.byref(function), module, name.encode())
+    return function
+
+
+def launch(
+    code: bytes, name: str, grid: Sequence[int], block: Sequence[int], arguments: bytes, *, stream: int | None = None
+) -> None:
+    """Start a kernel on torch's present device and, unless another is given, its present stream.
+
+    grid: workgroups, block: work items of one, three sizes each. arguments: the segment of arguments.
+    Raises KernelError with what the runtime says.
+    """
+    import torch
+
+    device = torch.cuda.current_device()
+    queue = torch.cuda.current_stream().cuda_stream if stream is None else stream
+    function = _function(code, name, device)
+    held, size = ctypes.create_string_buffer(arguments, max(1, len(arguments))), ctypes.c_size_t(len(arguments))
+    extra = (ctypes.c_void_p * 5)(
+        _BUFFER, ctypes.cast(held, ctypes.c_void_p), _SIZE, ctypes.cast(ctypes.byref(size), ctypes.c_void_p), _END
+    )
+    _call("hipModuleLaunchKernel", function, *map(ctypes.c_uint, (*grid, *block)), ctypes.c_uint(0),
+          ctypes.c_void_p(queue), None, extra)  # fmt: skip

@@ -1,0 +1,51 @@
+"""Shapes of expressions that single instructions compute."""
+
+from __future__ import annotations
+
+from accelpatch.jit.expressions import Binary, Constant, Node, Unary
+
+
+def number(node: Node) -> int | None:
+    """The value of an integer constant."""
+    return int(node.value) if isinstance(node, Constant) and not isinstance(node.value, float) else None
+
+
+def power(value: int | None) -> int | None:
+    """k where the value is 2**k."""
+    return value.bit_length() - 1 if value is not None and value > 0 and not value & (value - 1) else None
+
+
+def is_op(node: Node, *ops: str) -> bool:
+    return isinstance(node, Binary) and node.op in ops
+
+
+def shifted_left(node: Node) -> tuple[Node, int] | None:
+    """(x, k) of x << k and of x * 2**k."""
+    if isinstance(node, Binary) and node.op in ("<<", "*") and node.type.bits == 32 and node.type.is_integer:
+        value = number(node.right)
+        by = value if node.op == "<<" else power(value)
+        if by is not None and 0 <= by < 32:
+            return node.left, by
+    return None
+
+
+def bit_field(node: Node) -> tuple[Node, int, int] | None:
+    """(x, offset, width) of (x >> offset) & (2**width - 1), for unsigned x, and for signed where no sign is left."""
+    if not isinstance(node, Binary) or node.op != "&" or not is_op(node.left, ">>"):
+        return None
+    inner, mask = node.left, number(node.right)
+    assert isinstance(inner, Binary)
+    offset, width = number(inner.right), None if mask is None else power(mask + 1)
+    if offset is None or width is None or not 0 < width <= 32 - offset or node.type.bits != 32:
+        return None
+    return inner.left, offset, width
+
+
+def inverted(node: Node) -> Node | None:
+    """x of ~x."""
+    return node.of if isinstance(node, Unary) and node.op == "~" else None
+
+
+def sides(node: Binary) -> tuple[tuple[Node, Node], tuple[Node, Node]]:
+    """Both orders of the operands of what commutes."""
+    return (node.left, node.right), (node.right, node.left)
