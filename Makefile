@@ -19,7 +19,8 @@ GATE := .venv/bin/python scripts/amd_gate.py --wheels .venv/gate \
 	&& PYTHONPATH=.venv/gate .venv/bin/python -W ignore scripts/triton_gate.py \
 	&& PYTHONPATH=.venv/gate TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -n 2 -m "$(MARKED)" \
 		tests/kernels/triton tests/kernels/ops/attention tests/kernels/ops/sampling tests/kernels/ops/step \
-		tests/test_contributing.py::test_the_triton_kernel_of_a_chapter \
+		tests/test_contributing.py::test_the_triton_kernel_of_a_chapter tests/test_examples.py::test_my_gemv_triton \
+		tests/test_own_kernels.py tests/kernels/compiling/test_compile_file.py \
 
 .PHONY: help run test test-all lint bench gate gate-all smoke wheel force
 

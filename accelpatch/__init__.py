@@ -31,19 +31,22 @@ if TYPE_CHECKING:
     )
     from accelpatch.errors import AccelpatchError
     from accelpatch.hf import AccelpatchConfig
+    from accelpatch.kernels.compiling.file_kernel import module
+    from accelpatch.kernels.implementation import implementation
     from accelpatch.patching.replacer import Choice, Reason, Replacer
 
 __all__ = [
     "AccelpatchConfig", "AccelpatchError", "Choice", "Reason", "Replacer", "calibrate", "evaluate", "evaluate_tasks",
-    "export", "jit", "load", "load_plugin", "patch", "patch_on_first_use", "patched", "plan", "plan_from_config",
-    "replacer",
-    "save_statistics", "selftest", "unpatch",
+    "export", "implementation", "jit", "load", "load_plugin", "module", "patch", "patch_on_first_use", "patched",
+    "plan", "plan_from_config", "replacer", "save_statistics", "selftest", "unpatch",
 ]  # fmt: skip
 # public name -> module; resolved at first use, so that `import accelpatch` needs no torch
 _HOMES = {
     **dict.fromkeys(__all__, "accelpatch.api"),
     **dict.fromkeys(("Choice", "Reason", "Replacer"), "accelpatch.patching.replacer"),
     "AccelpatchError": "accelpatch.errors",
+    "implementation": "accelpatch.kernels.implementation",
+    "module": "accelpatch.kernels.compiling.file_kernel",
     "AccelpatchConfig": "accelpatch.hf",
 }
 

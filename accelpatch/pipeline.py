@@ -20,10 +20,11 @@ from torch import nn
 from accelpatch import calibration
 from accelpatch import device as devices
 from accelpatch.fusion.verified import check_layers
-from accelpatch.kernels import who_runs
+from accelpatch.kernels import added, who_runs
 from accelpatch.kernels.check.while_running import checked
 from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
+from accelpatch.kernels.ops.linear import float_linear
 from accelpatch.models.checkpoint import sha256
 from accelpatch.models.family import roles_of
 from accelpatch.models.inputs import sample_inputs
@@ -58,7 +59,15 @@ def plan_of(model: nn.Module, recipe: recipes.Recipe, device: devices.Device | N
     placement, roles = placement_of(model), roles_of(getattr(model, "config", None))
     facts = device or devices.probe(str(placement.device or device_of(model)))
     made = make_plan(model, recipe, facts, roles, registry(), smoothing_groups(model), known, placement, slower)
-    return replace(made, who_runs=who_runs.table)
+    return replace(made, who_runs=who_runs.table, left=(*made.left, *_not_taken(made)))
+
+
+def _not_taken(planned: Plan) -> Iterator[str]:
+    """Notes about implementations of linear layers that a user added and no site takes."""
+    taken = {entry.choice.kernel for entry in planned.replaced if entry.choice is not None}
+    for name in added.of(float_linear.OP):
+        if name not in taken:
+            yield f"no site takes {name}: give a rule of the recipe `replace: gemv` and `options: {{kernel: {name}}}`"
 
 
 def compiled(planned: Plan, watch: Stopwatch) -> Plan:
@@ -86,7 +95,7 @@ def computed_by(model: Any, planned: Plan, recipe: Recipe) -> str:
     device = planned.device
     homes = {type(entry.replacer).__module__ for entry in planned.replaced}
     files = {getattr(sys.modules.get(home), "__file__", None) for home in homes if not home.startswith("accelpatch.")}
-    plugins = {Path(file) for file in files if file}
+    plugins = {Path(file) for file in files if file} | _added_files(planned)
     names = planned.libraries or (("cpu",) if device.kind == "cpu" else ())
     facts = {
         "libraries": {name: libraries.fingerprint(name, device) for name in names},
@@ -98,6 +107,14 @@ def computed_by(model: Any, planned: Plan, recipe: Recipe) -> str:
         "attention": unnamed(copy.deepcopy(model.config))._attn_implementation,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _added_files(planned: Plan) -> set[Path]:
+    """The files of the implementations of a user's that a plan takes."""
+    taken = {
+        (entry.choice.spec.op, entry.choice.kernel) for entry in planned.replaced if entry.choice and entry.choice.spec
+    }
+    return {file for op, name in taken if name in added.of(op) for file in added.of(op)[name].files()}
 
 
 def fuse(model: nn.Module, request: Request, runtime: Any, captured: Captured, report: Report) -> None:

@@ -10,13 +10,19 @@ import sys
 import threading
 import urllib.request
 from http.server import HTTPServer
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import accelpatch
 from accelpatch.cli import app
+from accelpatch.recipe.recipe import parse
 from tests.cli.conftest import byte_tokenizer, save_model
+from tests.support import plugins
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -107,6 +113,50 @@ def test_serve(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run("serve.py", tiny, "--recipe", "int4", "--port", "0")
     assert len(got) == 1
     assert got[0]["text"]
+
+
+def my_gemv(model: str, *words: str) -> dict[str, Any]:
+    """The report of `accelpatch run MODEL` with the recipe and the plugin of one's own kernel."""
+    given = ["--recipe", str(EXAMPLES / "my_gemv.yaml"), "--plugin", str(EXAMPLES / "my_gemv.py")]
+    words = ("--prompt", "The sea is", "--max-new-tokens", "4", "--device", "cpu", "--json", *words)
+    found = CliRunner().invoke(app, ["run", model, *given, *words])
+    plugins.forget()
+    assert found.exit_code == 0, found.output
+    report: dict[str, Any] = json.loads(found.stdout)["report"]
+    return report
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_my_gemv(tiny: str, dtype: str) -> None:
+    report = my_gemv(tiny, "--dtype", dtype)
+    assert report["verification"]["failures"] == []
+    taken = [site for site in report["sites"] if site["kernel"] == "my_gemv"]
+    assert len(taken) == 15
+    assert all(site["kernel_error"] is not None for site in taken)
+
+
+@pytest.mark.slow
+def test_my_gemv_on_smollm2(smollm2: Path) -> None:
+    report = my_gemv("smollm2-135m", "--verify", "quick")
+    assert report["verification"]["failures"] == []
+    assert sum(site["kernel"] == "my_gemv" for site in report["sites"]) == 211
+
+
+def test_scaled_add(capsys: pytest.CaptureFixture[str]) -> None:
+    run("scaled_add.py")
+    assert float(answer(capsys).split()[-1]) < 1e-6
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: make gate runs test_own_kernels.py")
+def test_my_gemv_triton(tiny: str) -> None:
+    """On a CPU it has a reason: its numbers are in test_own_kernels.py."""
+    assert accelpatch.load_plugin(EXAMPLES / "my_gemv_triton.py") == ("my_gemv_triton",)
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    text = (EXAMPLES / "my_gemv.yaml").read_text().replace("kernel: my_gemv", "kernel: my_gemv_triton")
+    sites = accelpatch.plan(model, parse(text.replace("otherwise: error", "otherwise: keep"))).report().sites
+    plugins.forget()
+    reasons = {site.reason for site in sites if site.role == "q_proj"}
+    assert any("my_gemv_triton: it runs on GPUs" in str(reason) for reason in reasons)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)

@@ -68,8 +68,10 @@ IMPORTS: dict[str, tuple[str, str]] = {
         "recipe report device errors cache progress",
         "typer rich jinja2",  # jinja2: what a chat template raises
     ),
-    # the public names, resolved when first asked for
-    "__init__": ("api hf jit registration errors patching.replacer", ""),
+    "__init__": (  # the public names, resolved when first asked for
+        "api hf jit registration errors patching.replacer kernels.compiling kernels.implementation",
+        "",
+    ),
     "__main__": ("cli", ""),
 }
 

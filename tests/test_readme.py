@@ -131,13 +131,13 @@ def test_commands(line: str) -> None:
 
 
 def test_the_table_has_every_command() -> None:
-    listed = re.findall(r"^\| `(\w+)` \|", COMMANDS, re.MULTILINE)
+    listed = re.findall(r"^\| `([\w ]+)` \|", COMMANDS, re.MULTILINE)
     shown = {shlex.split(line)[1] for line in commands("accelpatch")}
     names = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
     if None in names:
         names = set(re.findall(r"^│ (\w+) ", invoke("accelpatch --help"), re.MULTILINE))
     assert set(listed) == names
-    assert shown == names
+    assert shown == {str(name).partition(" ")[0] for name in names}  # `bench kernel` is a kind of `bench`
 
 
 def test_programs() -> None:

@@ -13,6 +13,7 @@ from accelpatch.errors import AccelpatchError
 
 from . import (
     bench,
+    bench_kernel,
     build,
     cache,
     calibrate,
@@ -33,7 +34,13 @@ from .console import print_error
 
 
 class Commands(TyperGroup):
-    """Shows the errors that a user can cause as one line with an exit status; bugs keep their traceback."""
+    """Shows the errors that a user can cause as one line with an exit status; bugs keep their traceback. `bench kernel`
+    is a command of its own: what follows `bench` is a model else."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[:2] == bench_kernel.NAME.split():
+            args = [bench_kernel.NAME, *args[2:]]
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -87,6 +94,7 @@ for command in (
     eval.evaluate, bench.bench, doctor.doctor, build.build, selftest.selftest,
 ):  # fmt: skip
     app.command("eval" if command is eval.evaluate else command.__name__)(command)
+app.command(bench_kernel.NAME)(bench_kernel.bench_kernel)
 for name, group in {"recipes": recipes, "tune": tune, "cache": cache}.items():
     app.add_typer(group.commands, name=name)
 app.command("exec", cls=exec.ScriptCommand, context_settings=exec.CONTEXT)(exec.execute)

@@ -54,7 +54,7 @@ RecipeOption = Annotated[
 ]
 PluginOption = Annotated[
     list[Path] | None,
-    file_option("--plugin", help="Python file that registers your own replacers; repeatable."),
+    file_option("--plugin", help="Python file that registers your own replacers or implementations; repeatable."),
 ]
 StatisticsOption = Annotated[
     Path | None,
@@ -93,7 +93,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JS
 
 
 def load_plugins(files: list[Path] | None) -> None:
-    """Register the replacers of each file. The files run as Python code, with the user's rights."""
+    """Register the replacers and implementations of each file. The files run as Python code, with the user's rights."""
     if not files:
         return
     from .script import FailuresAsPython

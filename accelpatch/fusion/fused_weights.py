@@ -25,7 +25,7 @@ def concatenated_linear(modules: Sequence[Any], dtype: torch.dtype) -> FusedLine
     """Linear layers of one input as one, their rows concatenated. Raises CannotFuse where they make no one."""
     weights = _alike(modules, dtype)
     if len(modules) == 1:
-        return FusedLinear(weights[0], modules[0].bias)
+        return FusedLinear(weights[0], modules[0].bias, prefer=_kernel(modules))
     if len({one.format for one in weights}) > 1:
         raise CannotFuse("q, k and v, or gate and up, have weights in different formats")
     bias = _beside([module.bias for module in modules])
@@ -35,7 +35,7 @@ def concatenated_linear(modules: Sequence[Any], dtype: torch.dtype) -> FusedLine
             module.layout = one
     if reason := weights[0].why_not_concat(weights):
         raise CannotFuse(reason)
-    return FusedLinear(type(weights[0]).concat(weights), bias)
+    return FusedLinear(type(weights[0]).concat(weights), bias, prefer=_kernel(modules))
 
 
 def gated_linear(modules: Sequence[Any], dtype: torch.dtype, activation: str) -> FusedLinear:
@@ -91,7 +91,17 @@ def fused_linear(module: Any, dtype: torch.dtype) -> FusedLinear:
         raise CannotFuse(f"a bias is {bias.dtype}")
     if reason := weight.why_not_fused(dtype):
         raise CannotFuse(reason)
-    return FusedLinear(weight, bias)
+    return FusedLinear(weight, bias, prefer=_kernel([module]))
+
+
+def _kernel(modules: Sequence[Any]) -> str:
+    """The user's implementation by which linear layers of one input run, or "". Raises CannotFuse for several."""
+    names = {getattr(module, "kernel", "") for module in modules}  # of a GemvLinear
+    if len(names) > 1:
+        raise CannotFuse(
+            f"q, k and v, or gate and up, run by several kernels ({', '.join(sorted(filter(None, names)))})"
+        )
+    return str(names.pop())
 
 
 def _beside(biases: Sequence[Tensor | None]) -> Tensor | None:

@@ -215,6 +215,8 @@ def plain_why_not(module: Any) -> str | None:
     kind = type(module)
     if is_adapter(module):
         return "an adapter stands around it"
+    if own := getattr(module, "kernel", ""):  # of a GemvLinear: a user's implementation
+        return f"a linear layer runs by {own}"
     if not isinstance(module, (nn.Linear, nn.Embedding)):
         return f"{kind.__name__} is not a linear layer or embedding of accelpatch"
     plain = kind.forward in (nn.Linear.forward, nn.Embedding.forward) or hasattr(module, "embed_scale")

@@ -16,16 +16,18 @@ from accelpatch.fusion import rotary
 from accelpatch.fusion.adapters import base_of
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.decoder import Decoder, found_in
-from accelpatch.fusion.layer_description import LayerDescription, plain_why_not, size_of
+from accelpatch.fusion.layer_description import INNER, QKV, LayerDescription, plain_why_not, size_of
 from accelpatch.fusion.native_model import form_why_not, sizes_why_not
 from accelpatch.fusion.read_layers import DTYPES
 from accelpatch.fusion.spread import OFFLOADED, offloaded_inside
+from accelpatch.kernels import added
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.cpu.native_library import LINEARS
 from accelpatch.kernels.hip.attention import binding as hip_attention
 from accelpatch.kernels.ops.attention import decode_attention
 from accelpatch.kernels.ops.experts import routed_experts
+from accelpatch.kernels.ops.linear import float_linear
 from accelpatch.kernels.ops.linear.fused_linear import INSIDE, SILU
 from accelpatch.models.family import child_of
 from accelpatch.patching.replacer import Reason, Replaced
@@ -146,10 +148,16 @@ def _check_sizes(layer: LayerDescription, decoder: Decoder) -> None:
 def _launches(layer: LayerDescription, path: str, replaced: Sites, dtype: torch.dtype, device: Device) -> str:
     if dtype not in DTYPES:
         raise CannotFuse(f"its activations are {dtype}")
+    own = dict[str, None]()
     for name, place in _linears(layer, path):
         made = replaced.get(place)
-        if made is None or not made.fusable or made.kernel != "hip":
+        if made is None or not made.fusable or made.kernel not in ("hip", *added.of(float_linear.OP)):
             raise CannotFuse(f"{name} " + ("stays" if made is None else f"is {made.replacer} by {made.kernel}"))
+        own |= {made.kernel: None} if made.kernel != "hip" else {}
+    for group in (*QKV, *INNER):  # one weight in a fused layer
+        places = (f"{path}.{layer.roles[role]}" for role in group if role in layer.roles)
+        if len({made.kernel for place in places if (made := replaced[place]) is not None}) > 1:
+            raise CannotFuse(f"{' and '.join(group)} run by several kernels")
     form, attention, shape = layer.form, layer.attention, _attention_shape(layer)
     assert form is not None
     assert attention is not None
@@ -164,6 +172,8 @@ def _launches(layer: LayerDescription, path: str, replaced: Sites, dtype: torch.
         more += layer.activation not in (INSIDE if layer.plain else SILU)
     more += attention.interleaved or attention.normed_over_all
     by = "hip" if hip_attention.why_not(shape, dtype, device) is None else "hip, attention by triton"
+    if own:  # norm, gate and residual are launches of their own then, and so may be those that are its own
+        return f"{by}, linear layers by {' and '.join(own)}"
     return f"{by}, {LAUNCHES + more} launches"
 
 

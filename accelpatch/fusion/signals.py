@@ -95,6 +95,8 @@ def consumed_by_down(gate_up: FusedLinear | Adapted, down: FusedLinear | Adapted
     """Number of input columns that `down` waits for by flag: all but its last K tile; 0 where it does not."""
     if not isinstance(gate_up, FusedLinear) or not isinstance(down, FusedLinear) or not gate_up.one_launch(activation):
         return 0
+    if down.prefer:  # a user's kernel waits for no flag
+        return 0
     if down.weight.whole_rows or down.weight.order is not None:
         return 0
     return (down.k - 1) // K_TILE * K_TILE if _overlap(probe(down.weight.w.device)) else 0

@@ -19,9 +19,9 @@ import torch
 
 from accelpatch.device import Device, probe
 from accelpatch.errors import CompileError, KernelError
-from accelpatch.kernels import choice, uncompiled
+from accelpatch.kernels import added, choice, uncompiled
 from accelpatch.kernels.arguments import FLOATS
-from accelpatch.kernels.spec import Described, Kernel, Result, Spec, in_precision
+from accelpatch.kernels.spec import Described, Implementation, Kernel, Result, Spec, in_precision
 
 #: operation -> its module in ops/
 TABLE: Mapping[str, str] = {
@@ -100,20 +100,25 @@ def kernel(op: str) -> Kernel:
     return kernels[op]
 
 
+def implementations_of(op: str) -> Mapping[str, Implementation]:
+    """The implementations of an operation by name, ours and those that a user added."""
+    own = kernel(op).implementations
+    return {**own, **{name: one.implementation for name, one in more.items()}} if (more := added.of(op)) else own
+
+
 def why_not(op: str, name: str, spec: Spec, device: Device) -> str | None:
     """Why the named implementation cannot run `spec` on `device`; None where it can."""
-    implementations = kernel(op).implementations
+    implementations = implementations_of(op)
     if name not in implementations:
         return f"there is no implementation {name!r} of {op} (there are: {', '.join(implementations)}, reference)"
     return uncompiled.reason(name, spec, device) or implementations[name].why_not(spec, device)
 
 
 def order(op: str, spec: Spec, device: Device) -> Sequence[str]:
-    """The implementations to try for `spec`: those measured on this machine, then as choice.TABLE has them."""
+    """The implementations to try for `spec`: a user's, those measured on this machine, those of choice.TABLE."""
     entry, listed = kernel(op), choice.row(op, spec, device).order
-    if entry.measured is None:
-        return listed
-    return tuple(dict.fromkeys((*(name for name in entry.measured(spec, device) if name in listed), *listed)))
+    measured = () if entry.measured is None else (name for name in entry.measured(spec, device) if name in listed)
+    return tuple(dict.fromkeys((*added.first(op, spec), *measured, *listed)))
 
 
 def choose(op: str, spec: Spec, device: Device) -> str:
@@ -195,9 +200,9 @@ def run(op: str, spec: Callable[..., Spec], device: torch.device, args: Sequence
 def _run(op: str, spec: Callable[..., Spec], device: torch.device, args: Sequence[Any], facts: Facts) -> Result:
     if _local.watch is not None:
         return _run_watched(op, spec, device, args, facts, _local.watch)
-    key, entry = _chosen(op, spec, device, args, facts)
+    key, implementation = _chosen(op, spec, device, args, facts)
     calls[key] += 1
-    return entry.implementations[key[1]].run(*args)
+    return implementation.run(*args)
 
 
 def _run_watched(
@@ -211,7 +216,9 @@ def _run_watched(
     calls[op, name] += 1
     if name == "reference":
         return _reference(op, args, watch.precision)
-    result = entry.implementations[name].run(*args)
+    result = implementations_of(op)[name].run(*args)
+    if name in added.of(op):
+        added.check_result(op, name, _as_tuple(result), _outputs(op, args))
     if watch.observer is not None and entry.registered:  # of any other the arguments are no longer what they were
         watch.observer(op, args, result)
     return result
@@ -234,18 +241,19 @@ def _with_facts(spec: Spec, facts: Facts) -> Spec:
 
 
 #: (operation, facts, shapes, dtypes, devices and plain values of its arguments) -> what was chosen for them
-_selected: dict[tuple[Any, ...], tuple[tuple[str, str], Kernel]] = {}
+_selected: dict[tuple[Any, ...], tuple[tuple[str, str], Implementation]] = {}
 MAX_SELECTED = 4096  # the table is then cleared: a program with ever new shapes must not fill the memory
 
 
 def _chosen(
     op: str, spec: Callable[..., Spec], device: torch.device, args: Sequence[Any], facts: Facts
-) -> tuple[tuple[str, str], Kernel]:
+) -> tuple[tuple[str, str], Implementation]:
     key = (op, facts, *[(a.shape, a.dtype, a.device) if isinstance(a, torch.Tensor) else
                         a.facts if isinstance(a, Described) else a for a in args])  # fmt: skip
     found = _selected.get(key)
     if found is None:
-        found = (op, choose(op, _with_facts(spec(*args), facts), probe(device))), kernel(op)
+        name = choose(op, _with_facts(spec(*args), facts), probe(device))
+        found = (op, name), implementations_of(op)[name]
         if len(_selected) >= MAX_SELECTED:
             _selected.clear()
         _selected[key] = found
@@ -276,9 +284,12 @@ def _as_tuple(result: Result) -> tuple[torch.Tensor, ...]:
 
 def output_dtypes(op: str, args: Sequence[Any]) -> tuple[torch.dtype, ...]:
     """The output dtypes of `op` for these arguments, from its fake kernel, without computing anything."""
-    meta = tuple(value.to("meta") if isinstance(value, torch.Tensor) else value for value in args)
-    result = kernel(op).op(*meta)
-    return tuple(tensor.dtype for tensor in _as_tuple(result))
+    return tuple(tensor.dtype for tensor in _outputs(op, args))
+
+
+def _outputs(op: str, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """The outputs of `op` on the meta device."""
+    return _as_tuple(kernel(op).op(*(value.to("meta") if isinstance(value, torch.Tensor) else value for value in args)))
 
 
 def anywhere(spec: Spec, device: Device) -> str | None:

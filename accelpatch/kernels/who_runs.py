@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from accelpatch.device import Device
-from accelpatch.kernels import choice, dispatch
+from accelpatch.kernels import added, choice, dispatch
 from accelpatch.kernels.spec import Spec
 
 MOST = 1 << 16  # rows that are asked about
@@ -32,7 +32,7 @@ def runs(spec: Spec, device: Device, rows: int) -> Runs:
     for name in dispatch.order(spec.op, asked, device):
         reason = dispatch.why_not(spec.op, name, asked, device)
         if reason is None:
-            return Runs(rows, name, note, tuple(refused))
+            return Runs(rows, name, "" if name in added.of(spec.op) else note, tuple(refused))
         refused.append((name, reason))
     return Runs(rows, None, note, tuple(refused))
 

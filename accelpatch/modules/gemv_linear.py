@@ -18,11 +18,12 @@ class GemvLinear(Replacement):
     """y = x @ weight^T + bias, with the plain weight of the nn.Linear, shared with the original.
 
     The kernel runs only in captured or compiled programs: called eagerly, its launch costs the host more time than
-    torch's own, and more than the device saves.
+    torch's own, and more than the device saves. kernel: a user's implementation, which runs eagerly too.
     """
 
     weight: Tensor
     bias: Tensor | None
+    kernel = ""
 
     @property
     def layout(self) -> Plain:
@@ -31,8 +32,8 @@ class GemvLinear(Replacement):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
-        if takes_kernel(x, self.weight):
-            return float_linear(autocast(x), self.weight, self.bias)
+        if takes_kernel(x, self.weight, self.kernel):
+            return float_linear(autocast(x), self.weight, self.bias, self.kernel)
         return functional.linear(x, self.weight, self.bias)
 
 
@@ -41,6 +42,7 @@ class GemvConv1D(Replacement):
 
     weight: Tensor
     bias: Tensor | None
+    kernel = ""
 
     @property
     def layout(self) -> Plain:
@@ -49,15 +51,18 @@ class GemvConv1D(Replacement):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
-        if takes_kernel(x, self.weight):
-            return float_linear(autocast(x), self.weight.t(), self.bias)
+        if takes_kernel(x, self.weight, self.kernel):
+            return float_linear(autocast(x), self.weight.t(), self.bias, self.kernel)
         y: Tensor = super().forward(x)
         return y
 
 
-def takes_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel runs this call; under autocast torch would cast the weight too."""
-    if not (prefetchable() or dispatch.watched() or torch.compiler.is_compiling()):
+def takes_kernel(x: Tensor, weight: Tensor, kernel: str = "") -> bool:
+    """Whether the kernel runs this call; under autocast torch would cast the weight too. A user's runs where no
+    gradient is asked for: it has none."""
+    if kernel and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return False
+    if not (kernel or prefetchable() or dispatch.watched() or torch.compiler.is_compiling()):
         return False
     return autocast(x).dtype == weight.dtype
 

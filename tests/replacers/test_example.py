@@ -176,7 +176,7 @@ def test_run_on_the_command_line(files: Path, checkpoint: Path) -> None:
 
 PLUGINS = {
     "missing": (None, "no plugin at"),
-    "empty": ("x = 1\n", "registers no replacer; decorate"),
+    "empty": ("x = 1\n", "registers no replacer and no implementation: decorate"),
     "not-a-replacer": ("import accelpatch\n@accelpatch.replacer\nclass A: name = 'a'\n", "is no subclass of"),
     "bad-name": (
         "import accelpatch\n@accelpatch.replacer\nclass A(accelpatch.Replacer): name = 'os.system'\n",

@@ -48,7 +48,7 @@ def run(device: torch.device | str = "cpu") -> list[SelftestRecord]:
 def records(device: torch.device) -> Iterator[SelftestRecord]:
     """The records of `run`, one by one."""
     for op in dispatch.TABLE:
-        for name in dispatch.kernel(op).implementations:
+        for name in dispatch.implementations_of(op):
             for case in dispatch.kernel(op).cases():
                 for dtype in DTYPES:
                     yield _record(op, name, case.id, dtype, partial(_of_case, op, name, case, dtype, device))

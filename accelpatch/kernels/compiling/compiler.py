@@ -12,7 +12,7 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.compiling.targets import Target
 
 SECONDS = 600  # time limit of one compiler run; each source takes less than a tenth of it
-LINES = 20  # last lines of a failing compiler's output that the error shows
+LINES = 20  # of a failing compiler's output that the error shows
 
 
 @functools.cache
@@ -27,14 +27,18 @@ def identity(path: str) -> str:
 
 def compile_and_link(made: Target, path: str, finished: Path) -> None:
     """Compile all sources in parallel and link them to `finished`. Raises KernelError with a compiler's last lines."""
+    advice = (
+        f"mend or update the compiler, name another in {made.variable}, or do without: torch's own operations are used"
+        " then"
+    )
     objects = {source: finished.with_name(f"{source.replace('/', '-')}.o") for source in made.sources}
     commands = [
         [path, *made.flags, *including(made), *flags, "-c", str(made.home / source), "-o", str(objects[source])]
         for source, flags in made.sources.items()
     ]
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        list(pool.map(lambda command: _run(command, made.variable), commands))
-    _run([path, *made.link, *map(str, objects.values()), "-o", str(finished)], made.variable)
+        list(pool.map(lambda command: run(command, advice), commands))
+    run([path, *made.link, *map(str, objects.values()), "-o", str(finished)], advice)
     for file in objects.values():
         file.unlink()
 
@@ -44,14 +48,13 @@ def including(made: Target) -> list[str]:
     return [f"-I{made.home}", *(("-isystem", made.include) if made.include else ())]
 
 
-def _run(command: list[str], variable: str) -> None:
-    advice = (
-        f"mend or update the compiler, name another in {variable}, or do without: torch's own operations are used then"
-    )
+def run(command: list[str], advice: str, first: bool = False) -> None:
+    """Run a compiler. Raises KernelError with the last lines of its output (`first`: the first), and an advice."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelError(f"{command[0]} did not run ({error}): {advice}") from error
     if done.returncode:
-        said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-LINES:])
+        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        said = "\n".join(lines[:LINES] if first else lines[-LINES:])
         raise KernelError(f"{' '.join(command)} failed with status {done.returncode}:\n{said}\n{advice}")

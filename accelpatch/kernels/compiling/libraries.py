@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -28,18 +27,18 @@ from typing import Any
 from accelpatch import cache
 from accelpatch.device import Device
 from accelpatch.errors import KernelError, LibraryError
-from accelpatch.kernels.compiling import ck_libraries, occupancy, prebuilt, resources
+from accelpatch.kernels.compiling import ck_libraries, entries, occupancy, prebuilt, resources
 from accelpatch.kernels.compiling.ck_libraries import CK_LIBRARIES
 from accelpatch.kernels.compiling.compiler import compile_and_link, identity
+from accelpatch.kernels.compiling.entries import KIND, MANIFEST, shared_library
 from accelpatch.kernels.compiling.gpu_libraries import GPU_LIBRARIES
-from accelpatch.kernels.compiling.prebuilt import LIBRARY, MANIFEST, digest, place
+from accelpatch.kernels.compiling.prebuilt import LIBRARY, digest, place
 from accelpatch.kernels.compiling.targets import Target, compiler, missing, names_of, not_for_ck, target, unknown_arch
 
 __all__ = [
     "Target", "build", "built", "compiler", "digest", "export", "forget", "library", "locate", "names_of", "place",
     "prepare", "report", "source_of", "target", "why_not",
 ]  # fmt: skip
-KIND = "kernels"
 SHOWN = 6  # most names in the line that says what is compiled
 
 _lock = threading.Lock()
@@ -73,7 +72,7 @@ def _loaded_from(folder: Path, name: str, made: Target) -> ctypes.CDLL:
     """The library in a folder that `locate` found; where the system does not load it, the one that is built in its
     place: it was made for another C library, say, or cut short since its digest was taken."""
     try:
-        return ctypes.CDLL(str(folder / LIBRARY))
+        return shared_library(folder / LIBRARY)
     except OSError as error:
         why = f"the kernel library {folder / LIBRARY} does not load ({error})"
     if os.environ.get(prebuilt.VARIABLE):
@@ -85,7 +84,7 @@ def _loaded_from(folder: Path, name: str, made: Target) -> ctypes.CDLL:
     _say(f"{why}: it is built anew")
     folder = locate(name, made)
     try:
-        return ctypes.CDLL(str(folder / LIBRARY))
+        return shared_library(folder / LIBRARY)
     except OSError as error:
         raise LibraryError(
             f"the kernel library {folder / LIBRARY} does not load, also when it was built again ({error}): run"
@@ -212,27 +211,20 @@ def built(name: str, made: Target) -> Path:
     if reason := missing(made):
         raise LibraryError(prebuilt.lost(name, made) + reason)
     path = str(compiler(made))
-    wanted = key(name, made, path)
 
-    def write(folder: Path) -> None:
+    def write(finished: Path) -> None:
         try:
-            compile_into(folder, made, path)
+            compile_and_link(made, path, finished)
         except KernelError as error:
             raise LibraryError(f"the kernel library {name} for {made.arch} was not built: {error}") from error
 
-    found = cache.publish(KIND, wanted, write)
-    if wrong := prebuilt.disagreement(found, digest(made)):
-        cache.remove(KIND, wanted)
-        found = cache.publish(KIND, wanted, write)
-        if prebuilt.disagreement(found, digest(made)):
-            raise LibraryError(f"{found / LIBRARY} {wrong}, also when it was built again: run `accelpatch cache clear`")
-    return found
+    return entries.finished(key(name, made, path), LIBRARY, digest(made), identity(path), write).parent
 
 
 def fingerprint(name: str, device: Device) -> str:
     """SHA-256 of the library `name` for `device`, building it if needed; why there is none, where there is none."""
     try:
-        return prebuilt.sha256(locate(name, target(name, device)) / LIBRARY)
+        return entries.sha256(locate(name, target(name, device)) / LIBRARY)
     except KernelError as error:
         return str(error)
 
@@ -275,7 +267,5 @@ def key(name: str, made: Target, path: str) -> str:
 
 def compile_into(folder: Path, made: Target, path: str) -> None:
     """Compile and link; writes the library and its manifest into `folder`."""
-    finished = folder / LIBRARY
-    compile_and_link(made, path, finished)
-    facts = {"made_of": digest(made), "sha256": prebuilt.sha256(finished), "compiler": identity(path)}
-    (folder / MANIFEST).write_text(json.dumps(facts, indent=1))
+    compile_and_link(made, path, folder / LIBRARY)
+    entries.describe(folder, LIBRARY, digest(made), identity(path))

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from accelpatch import cache
 from accelpatch.errors import CacheError, LibraryError
+from accelpatch.kernels.compiling.entries import disagreement
 from accelpatch.kernels.compiling.targets import Target
 
-LIBRARY, MANIFEST = "library.so", "manifest.json"
+LIBRARY = "library.so"
 HEADERS = (".h", ".hpp", ".inc")
 VARIABLE = "ACCELPATCH_KERNELS"
 #: what scripts/build_wheel.py puts into a wheel; a checkout has none
@@ -42,7 +43,7 @@ def find(name: str, made: Target) -> Path | None:
     folder = place(named, name, made)
     if reason := lacking(folder) or _open_to_others(folder):
         raise LibraryError(reason)
-    if wrong := disagreement(folder, digest(made)):
+    if wrong := disagreement(folder, digest(made), LIBRARY):
         raise LibraryError(
             f"{folder / LIBRARY}, from {VARIABLE}, {wrong}: build it again with this version of accelpatch"
             f" on a machine of this kind, or unset {VARIABLE}"
@@ -85,7 +86,7 @@ def shipped(name: str, made: Target) -> Path | None:
 def damage(folder: Path, made: Target) -> str | None:
     """Why a library that came with accelpatch is not taken; None where it is. Looked at once a process."""
     if folder not in _looked_at:
-        _looked_at[folder] = disagreement(folder, digest(made))
+        _looked_at[folder] = disagreement(folder, digest(made), LIBRARY)
     return _looked_at[folder]
 
 
@@ -113,22 +114,3 @@ def digest(made: Target) -> str:
         content = (folder / file).read_bytes()
         total.update(f"\n{file} {len(content)}\n".encode() + content)
     return total.hexdigest()
-
-
-def disagreement(folder: Path, made_of: str) -> str | None:
-    """Why a library does not match its manifest or the wanted sources; None where it does."""
-    try:
-        facts = json.loads((folder / MANIFEST).read_text())
-        found = sha256(folder / LIBRARY)
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    except ValueError:
-        return "has a manifest that cannot be read"
-    if not isinstance(facts, dict) or facts.get("made_of") != made_of:
-        return "was made of other sources"
-    return None if facts.get("sha256") == found else "is not what was built (its digest differs)"
-
-
-def sha256(path: Path) -> str:
-    """SHA-256 of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -48,6 +48,7 @@ class Target:
 
 _CXX = ("g++", "clang++", "c++")
 _CXX_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
+CXX = Target("cpu", {}, _CXX, _CXX_FLAGS, ("-shared", "-pthread"), "")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
 _CPU: Mapping[str, tuple[str, ...]] = {
@@ -82,7 +83,7 @@ def target(name: str, device: Device) -> Target:
     if name == "cpu" and device.kind == "cpu":
         machine = platform.machine()
         sources = {**_CPU, **_OF_MACHINE.get(machine, {})}
-        return Target("cpu", sources, _CXX, _CXX_FLAGS, ("-shared", "-pthread"), machine)
+        return replace(CXX, sources=sources, arch=machine)
     if name in GPU_LIBRARIES and unknown_arch(device) is None:
         made = _nvidia(device.arch) if device.vendor == "nvidia" else _amd(device.arch)
         return replace(made, sources=GPU_LIBRARIES[name])
@@ -156,13 +157,13 @@ def missing(made: Target) -> str | None:
     return made.lacks if compiler(made) else no_compiler(made)
 
 
-def no_compiler(made: Target) -> str:
-    """The error message for a missing compiler, with advice."""
+def no_compiler(made: Target, otherwise: str = "") -> str:
+    """The error message for a missing compiler, with advice. otherwise: what helps besides; default: for a library."""
     variable, named = made.variable, os.environ.get(made.variable)
     if named:
         return f"{variable} names {named!r}, which is not there: name a compiler that is, or unset {variable}"
     what = "C++ compiler" if variable == "CXX" else f"compiler for {made.arch}"
-    names, otherwise = ", ".join(made.compilers), f"set {variable} or ACCELPATCH_KERNELS"
+    names, otherwise = ", ".join(made.compilers), otherwise or f"set {variable} or ACCELPATCH_KERNELS"
     return f"there is no {what} here ({names}): {made.install.format(command=_command())}, or {otherwise}"
 
 

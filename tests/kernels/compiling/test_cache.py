@@ -16,7 +16,7 @@ import pytest
 
 from accelpatch import cache
 from accelpatch.errors import CacheError, KernelError
-from accelpatch.kernels.compiling import libraries, prebuilt
+from accelpatch.kernels.compiling import entries, libraries
 from accelpatch.kernels.compiling.libraries import Target
 from tests.support.small_library import (
     COMPILER,
@@ -156,7 +156,7 @@ def test_a_builder_killed_half_way_fifty_times(place: Path, monkeypatch: pytest.
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         finished = cache.entry(libraries.KIND, libraries.key("small", made, path))
-        assert finished is None or prebuilt.disagreement(finished, libraries.digest(made)) is None
+        assert finished is None or entries.disagreement(finished, libraries.digest(made), libraries.LIBRARY) is None
         cache.clear(libraries.KIND)
     assert afresh(monkeypatch).answer() == 42
     assert list((place / "cache/kernels").glob(".partial*")) == []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from accelpatch.errors import LibraryError
-from accelpatch.kernels.compiling import libraries, prebuilt
+from accelpatch.kernels.compiling import entries, libraries, prebuilt
 from tests.support.small_library import (
     DEVICE,
     afresh,
@@ -28,7 +28,7 @@ def not_a_library(folder: Path) -> None:
     """Library and manifest agree with each other, and the system cannot load it: as one of another C library."""
     (folder / libraries.LIBRARY).write_bytes(b"not for this system")
     facts = json.loads((folder / libraries.MANIFEST).read_text())
-    facts["sha256"] = prebuilt.sha256(folder / libraries.LIBRARY)
+    facts["sha256"] = entries.sha256(folder / libraries.LIBRARY)
     (folder / libraries.MANIFEST).write_text(json.dumps(facts))
 
 

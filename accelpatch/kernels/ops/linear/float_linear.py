@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.added import PREFERRED
 from accelpatch.kernels.arguments import FLOATS, HALVES, require, say
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import Plain
@@ -49,9 +50,9 @@ def spec(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Spec:
     return of_shape(n, k, x.dtype, m=x.numel() // k)
 
 
-def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1) -> Spec:
-    """The Spec of a linear layer of this size, for planning before there is a weight."""
-    return Spec(OP, {"M": m, "N": n, "K": k}, dtype)
+def of_shape(n: int, k: int, dtype: torch.dtype, *, m: int = 1, prefer: str = "") -> Spec:
+    """The Spec of a linear layer of this size, for planning before there is a weight. prefer: as of `float_linear`."""
+    return Spec(OP, {"M": m, "N": n, "K": k}, dtype, options={PREFERRED: prefer} if prefer else {})
 
 
 def why_not(spec: Spec, device: Device) -> str | None:
@@ -93,16 +94,20 @@ def facts(x: Tensor, w: Tensor, bias: Tensor | None = None) -> dispatch.Facts:
 
 
 @operation(OP)
-def float_linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+def float_linear(x: Tensor, w: Tensor, bias: Tensor | None = None, prefer: str = "") -> Tensor:
     """y[..., N] = x[..., K] @ w[N, K]^T + bias[N], in x's dtype, contiguous.
 
-    x, w float of one dtype; bias float or None. Raises KernelError for arguments that do not fit together.
+    x, w float of one dtype; bias float or None. prefer: a user's implementation that runs where it can. Raises
+    KernelError for arguments that do not fit together.
     """
-    y: Tensor = dispatch.run(OP, spec, x.device, (x, w, bias), facts(x, w))
+    named = ((PREFERRED, prefer),) if prefer else ()
+    y: Tensor = dispatch.run(OP, spec, x.device, (x, w, bias), (*facts(x, w), *named))
     return y
 
 
-float_linear.register_fake(common.rows_like(spec))
+@float_linear.register_fake
+def _fake(x: Tensor, w: Tensor, bias: Tensor | None = None, prefer: str = "") -> Tensor:
+    return common.rows_like(spec)(x, w, bias)
 
 
 def cases() -> list[Case]:

@@ -45,7 +45,7 @@ class FusedLinear(Described):
 
     activation: of y before the residual, a name of `gated_activation.ACTIVATIONS`. producer: flag for the columns of y,
     if a call is `one_launch`. consumer: flag for the columns of x. Reordering x for the weight's `order`, with the
-    norm, is a launch of its own.
+    norm, is a launch of its own. prefer: a user's implementation, which runs apart from norm, gate and residual.
     """
 
     weight: Layout
@@ -53,6 +53,7 @@ class FusedLinear(Described):
     producer: Signal | None = None
     consumer: Signal | None = None
     activation: str | None = None
+    prefer: str = ""
 
     @property
     def n(self) -> int:
@@ -67,7 +68,8 @@ class FusedLinear(Described):
     @functools.cached_property
     def facts(self) -> Hashable:
         """The weight's format and size, whether there is a bias, whether there are flags."""
-        return self.weight.format, self.n, self.weight.part, self.bias is None, self.signals, self.weight.order is None
+        of = self.weight
+        return of.format, self.n, of.part, self.bias is None, self.signals, of.order is None, self.prefer
 
     @property
     def signals(self) -> bool:
@@ -76,7 +78,7 @@ class FusedLinear(Described):
 
     def why_not(self, dtype: torch.dtype, device: Device) -> str | None:
         """Why `__call__` cannot run for x of `dtype`; None where it can."""
-        if device.kind == "cpu":
+        if device.kind == "cpu" or self.prefer:
             return None
         options = {"function": self.function}
         return hip_why_not(Spec(FUSED, {"M": 1, "N": self.n, "K": self.k}, dtype, options=options), device)
@@ -96,7 +98,7 @@ class FusedLinear(Described):
 
     def one_launch(self, gate: str | None = None) -> bool:
         """Whether a call is a single launch on a GPU that writes the result itself."""
-        plain = gate is None and self.weight.part == "all"
+        plain = gate is None and self.weight.part == "all" and not self.prefer
         return self.gates(gate) or (plain and (self.activation is None or self.activation in INSIDE))
 
     def large_m(self, x: Tensor | QuantizedRows, gate: str | None = None) -> Tensor:
@@ -106,13 +108,15 @@ class FusedLinear(Described):
             return self.in_order.large_m(reordered(x, self.weight.order, None), gate)
         if self.activation is not None:
             return ACTIVATIONS[self.activation](self.without_activation.large_m(x))
+        if self.prefer:
+            y: Tensor = self.linear.operation.function(x, *self.weight.arguments(), self.bias, self.prefer)
+            return y if gate is None else gated(y, gate)
         if isinstance(x, QuantizedRows):
             return w8a8_linear.of_rows(x, self.weight.w, self.weight.scale, self.bias, gate)  # type: ignore[attr-defined]
         if gate is None and (x.shape[0] < choice.WRITTEN_OUT or self.many is None):
             return self.linear.operation.function(x, *self.weight.arguments(), self.bias)
         facts = self.linear.facts(x, *self.weight.arguments()) if self.gates(gate) else ()
-        y: Tensor = dispatch.run(LARGE_M, large_m_spec, x.device, (self, x, gate), facts)
-        return y
+        return cast(Tensor, dispatch.run(LARGE_M, large_m_spec, x.device, (self, x, gate), facts))
 
     @functools.cached_property
     def without_activation(self) -> FusedLinear:
@@ -137,7 +141,7 @@ class FusedLinear(Described):
 
     def gates(self, gate: str | None) -> bool:
         """Whether a launch can apply the gate itself."""
-        return gate in SILU and (self.weight.part == "both" or not self.weight.tiled)
+        return gate in SILU and not self.prefer and (self.weight.part == "both" or not self.weight.tiled)
 
     def _by_operations(self, x: Tensor, norm: FusedNorm | None, gate: str | None, residual: Tensor | None) -> Tensor:
         if norm is not None:
@@ -173,11 +177,13 @@ def spec(
     require(x.shape[-1] == layer.k, FUSED, f"x has {x.shape[-1]} features, the weight {layer.k}")
     sizes = {"M": x.shape[:-1].numel(), "N": layer.n, "K": layer.k}
     function = {"function": layer.function} if x.is_cuda else {}  # a CPU's pack has none
-    return Spec(FUSED, sizes, x.dtype, options={"signals": layer.signals, **function})
+    return Spec(FUSED, sizes, x.dtype, options={"signals": layer.signals, "prefer": layer.prefer, **function})
 
 
 def hip_why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_hip` cannot run a spec; None where it can."""
+    if own := spec.options.get("prefer"):
+        return f"its linear layer runs by {own}"
     reason = binding.why_not(spec, device, *spec.options.get("function", ("gemv",)))
     return reason or common.too_many_rows(spec, binding.MAX_ROWS)
 
