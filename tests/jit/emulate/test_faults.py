@@ -59,6 +59,11 @@ WAITS = {
         "v_lshlrev_b32 v1, 2, v0\n ds_write_b32 v1, v0\n ds_read_b32 v2, v1\n s_waitcnt lgkmcnt(1)\n v_mov_b32 v3, v2",
         "it reads v2",
     ),
+    "lds-behind-a-scalar-load": (
+        "v_lshlrev_b32 v1, 2, v0\n ds_write_b32 v1, v0\n s_waitcnt lgkmcnt(0)\n s_load_dword s4, s[0:1], 0x0\n"
+        "ds_read_b32 v2, v1\n s_waitcnt lgkmcnt(1)\n v_mov_b32 v3, v2",
+        "it reads v2",
+    ),
     "stores-too": (LOAD + "global_store_dword v1, v2, s[4:5]", "it reads v2"),
     "permute": ("v_mov_b32 v1, 0\n ds_bpermute_b32 v2, v1, v0\n v_mov_b32 v3, v2", "it reads v2"),
 }

@@ -95,6 +95,33 @@ def test_carries(words: list[int], seed: int) -> None:
     assert (int(out[0, 2]) | int(out[0, 3]) << 32) == borrowed
 
 
+@settings(max_examples=10, deadline=None)
+@given(words=WORDS, seed=SEEDS)
+def test_the_carry_of_a_sum_of_64_bits(words: list[int], seed: int) -> None:
+    inputs = spread(words, seed)
+    inputs[::4, 2:] = 0
+    out = run_lanes("v_mad_u64_u32 v[12:13], vcc, v4, v5, v[6:7]", inputs)
+    sums = [int(a) * int(b) + (int(c) | int(d) << 32) for a, b, c, d in inputs]
+    assert out[:, :2].copy().view(np.uint64)[:, 0].tolist() == [one % (1 << 64) for one in sums]
+    assert (int(out[0, 2]) | int(out[0, 3]) << 32) == sum(1 << lane for lane, one in enumerate(sums) if one >> 64)
+
+
+def test_signs_of_operands() -> None:
+    """-x and |x| change the sign bit alone, in this order inside out; clamp makes 0 of NaN."""
+    inputs = np.random.default_rng(4).standard_normal((64, 4)).astype(np.float32)
+    inputs[0], inputs[1] = np.nan, -0.0
+    a, b = inputs[:, 0], inputs[:, 1]
+    for code, wanted in (
+        ("v_add_f32 v12, -v4, v5", b - a),
+        ("v_add_f32 v12, |v4|, -|v5|", np.abs(a) - np.abs(b)),
+        ("v_mul_f32 v12, v4, -|v5|", a * -np.abs(b)),
+        ("v_max_f32 v12, -v4, -v4", -a),
+        ("v_add_f32 v12, v4, v5 clamp", np.nan_to_num(np.clip(a + b, 0, 1), nan=0)),
+    ):
+        found = run_lanes(code, inputs.view(np.uint32))[:, 0].copy().view(np.float32)
+        assert np.array_equal(found, wanted, equal_nan=True), code
+
+
 ROW = LANE & ~15
 DPP = {
     "quad_perm:[2,0,3,3]": (LANE & ~3) + np.array([2, 0, 3, 3])[LANE & 3],
@@ -151,6 +178,7 @@ def test_halves_of_registers() -> None:
 def test_8_bit_floats_are_torchs() -> None:
     rng = np.random.default_rng(1)
     inputs = (rng.standard_normal((64, 4)) * np.exp2(rng.uniform(-9, 6, (64, 4)))).astype(np.float32)
+    inputs[:32] = (1 + np.arange(128).reshape(32, 4) / 32) / 4  # of these many lie half way between two
     for name, dtype in (("fp8", torch.float8_e4m3fnuz), ("bf8", torch.float8_e5m2fnuz)):
         code = f"v_cvt_pk_{name}_f32 v12, v4, v5\n v_cvt_pk_{name}_f32 v12, v6, v7 op_sel:[0,0,1]\n s_nop 0\n"
         out = run_lanes(f"{code}v_cvt_f32_{name} v13, v12 src0_sel:BYTE_2", inputs.view(np.uint32))
@@ -169,3 +197,30 @@ def test_a_broadcast_of_matrix_blocks() -> None:
     product = np.outer(a[1], b[1])  # block 1: registers 4 to 7; rows 4 (lane / 16) + register
     rows = 4 * (LANE // 16)
     assert np.array_equal(out, np.stack([product[rows, LANE % 16], product[rows + 1, LANE % 16]], axis=1))
+
+
+def test_a_fused_multiply_add_is_rounded_once() -> None:
+    """The product lies half way between two floats; what is added, below a float64's last bit, decides."""
+    inputs = np.zeros((64, 4), np.float32)
+    inputs[:, :2] = 1 + 2.0**-12
+    inputs[:, 2] = np.where(LANE % 2, 2.0**-60, -(2.0**-60))
+    inputs[32:, 1:3] *= -1
+    out = run_lanes("v_fma_f32 v12, v4, v5, v6", inputs.view(np.uint32))[:, 0].copy().view(np.float32)
+    below = np.float32(1 + 2.0**-11)
+    wanted = np.where(LANE % 2, np.nextafter(below, np.float32(2)), below)
+    assert out.tolist() == np.where(LANE < 32, wanted, -wanted).tolist()
+    halves = np.zeros((64, 8), np.float16)
+    halves[:, ::2][:, :3] = np.where(LANE % 2, 2.0**-24, -(2.0**-24))[:, None] * [0, 0, 1] + [1 + 2**-5, 1 + 2**-6, 0]
+    out16 = run_lanes("v_fma_f16 v12, v4, v5, v6", halves.view(np.uint32))[:, 0].astype(np.uint16).view(np.float16)
+    exact = (1 + 2**-5) * (1 + 2**-6) + np.where(LANE % 2, 2.0**-24, -(2.0**-24))
+    assert out16.tolist() == exact.astype(np.float16).tolist()
+
+
+def test_small_blocks_of_doubles() -> None:
+    """A[i][k] of a block lies in lane i + 4 block + 16 k, B[k][j] likewise, D[i][j] in lane j + 4 block + 16 i."""
+    a, b = np.random.default_rng(3).standard_normal((2, 64))
+    inputs = np.stack([a, b], axis=1).view(np.uint32)
+    out = run_lanes("v_mfma_f64_4x4x4_4b_f64 v[12:13], v[4:5], v[6:7], 0\n s_nop 8", inputs)
+    found = out[:, :2].copy().view(np.float64)[:, 0].reshape(4, 4, 4)  # i, block, j
+    wanted = np.einsum("kbi,kbj->ibj", a.reshape(4, 4, 4), b.reshape(4, 4, 4))
+    np.testing.assert_allclose(found, wanted, rtol=1e-13)

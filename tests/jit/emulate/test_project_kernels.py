@@ -5,13 +5,19 @@ A second opinion on the emulator: neither the kernels nor the compiler know of i
 
 from __future__ import annotations
 
+import ctypes
 import time
 
 import pytest
 import torch
+from torch import Tensor
 
+from accelpatch.kernels.attention_shape import AttentionShape
+from accelpatch.kernels.hip.attention import binding
+from accelpatch.kernels.hip.binding import DTYPES
+from tests.kernels.ops.attention.test_decode_attention import CASES, assert_float_rule
 from tests.support.amdgcn import needs_clang
-from tests.support.emulated_hip import AssemblyEmulated
+from tests.support.emulated_hip import AssemblyEmulated, launches
 from tests.support.gemv_checks import kinds, run
 from tests.support.gemv_reference import wrong
 from tests.support.hip_gemv import FORMATS, pack
@@ -69,3 +75,24 @@ def test_a_gemv_of_64_by_256_takes_less_than_5_seconds() -> None:
     begin = time.perf_counter()
     run(lib, p, x, {})
     assert time.perf_counter() - begin < 5
+
+
+def attention(*args: Tensor | AttentionShape) -> Tensor:
+    """The decode attention of the device library, launched in the emulator."""
+    qkv, positions, slot, mask, keys, values, shape = args
+    assert isinstance(shape, AttentionShape)
+    y = torch.full((*qkv.shape[:-1], shape.heads * shape.size), float("nan"), dtype=qkv.dtype)
+    held = [one for one in (*args[:-1], y, *vars(shape).values(), *shape.memory.held) if torch.is_tensor(one)]
+    given = binding.arguments(qkv, y, positions, slot, mask, keys, values, shape, None, None)
+    with launches("gfx942", "accelpatch/kernels/hip/attention/decode_attention.hip", held) as made:
+        status = made.library.accelpatch_decode_attention(ctypes.byref(given), DTYPES.index(qkv.dtype), None)
+    assert status == 0
+    assert made.found
+    return y
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["grouped", "size-80", "window-and-padding", "gemma-norms"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+def test_the_attention(name: str, dtype: torch.dtype) -> None:
+    assert_float_rule(attention, CASES[name], dtype)
