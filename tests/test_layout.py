@@ -34,7 +34,8 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "patching": ("recipe device report progress own_code errors", ""),
     "replacers": ("patching modules quant kernels models.family device own_code errors", ""),
     "fusion": ("patching modules quant kernels models.family device own_code errors", "transformers"),
-    "runtime": ("kernels modules fusion report device own_code errors", "transformers"),
+    # models.family: whose logits are scaled, which a loss over chunks must know
+    "runtime": ("kernels modules fusion models.family report device own_code errors", "transformers"),
     "checkpoints": (
         "replacers patching modules quant models recipe report device errors",
         "transformers safetensors",

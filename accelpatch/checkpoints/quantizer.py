@@ -84,8 +84,8 @@ class AccelpatchQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Patched models are for inference."""
-        return False
+        """Whether adapters can be trained around the quantised weights."""
+        return True
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """A patched model saves itself."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ class Operation(Generic[R]):
     """A torch custom operation. function: computes it, and its signature is the schema. custom: the registered
     operation.
 
-    It has no gradient: a backward pass that reaches it raises KernelError.
+    A backward pass that reaches it raises KernelError, unless `differentiate` or `recompute` gave it a gradient.
     """
 
     def __init__(self, name: str, function: Callable[..., R]):
@@ -38,15 +38,52 @@ class Operation(Generic[R]):
 
     def register_fake(self, fake: Callable[..., R]) -> Callable[..., R]:
         """Register the fake kernel, which gives output shapes and dtypes; it gets every argument, by place."""
-        signature = inspect.signature(self.function)
-
-        def by_place(*args: Any, **kwargs: Any) -> R:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            return fake(*bound.args)
-
-        self.custom.register_fake(by_place)
+        self.custom.register_fake(with_defaults(fake, self.function))
         return fake
+
+    def differentiate(
+        self, backward: Callable[..., tuple[Any, ...]], kept: Callable[[tuple[bool, ...], int], bool] | None = None
+    ) -> None:
+        """Give the operation a gradient. backward: (needed, args, *gradients of the outputs) -> one gradient for each
+        argument, None where `needed` is False; it runs in eager mode and inside of compiled graphs.
+
+        kept: (needed, place of a tensor) -> whether it must be kept for the backward pass, else it is None in `args`.
+        """
+
+        def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            needed = _padded(ctx.needs_input_grad[:-1], len(inputs))  # the last one is torch's own
+            dropped = [kept is not None and not kept(needed, place) for place in range(len(inputs))]
+            rest = [None if drop else one for one, drop in zip(inputs, dropped, strict=True)]
+            ctx.save_for_backward(*(one for one in rest if isinstance(one, Tensor)))
+            ctx.rest = [_Saved if isinstance(one, Tensor) else one for one in rest]
+
+        def run(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+            saved = iter(ctx.saved_tensors)
+            args = tuple(next(saved) if one is _Saved else one for one in ctx.rest)
+            return backward(_padded(ctx.needs_input_grad, len(args)), args, *gradients)
+
+        self.custom.register_autograd(run, setup_context=keep)
+
+    def recompute(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Give the operation the gradient of `function`, the same in torch's own operations, which is computed again in
+        the backward pass: nothing but the arguments is kept for it."""
+
+        def backward(needed: tuple[bool, ...], args: tuple[Any, ...], *gradients: Any) -> tuple[Any, ...]:
+            place = next(one.device.type for one in args if isinstance(one, Tensor))
+            with torch.enable_grad(), torch.autocast(place, enabled=False):
+                own = [one.detach().requires_grad_() if need else one for one, need in zip(args, needed, strict=True)]
+                made = function(*own)
+            outputs = made if isinstance(made, tuple) else (made,)
+            pairs = [(y, dy) for y, dy in zip(outputs, gradients, strict=True) if y.requires_grad]
+            asked = [one for one, need in zip(own, needed, strict=True) if need]
+            if not pairs:  # no expert was chosen, say
+                return tuple(torch.zeros_like(one) if need else None for one, need in zip(args, needed, strict=True))
+            made, given = [y for y, _ in pairs], [dy for _, dy in pairs]
+            found = iter(torch.autograd.grad(made, asked, given, materialize_grads=True))
+            return tuple(next(found) if need else None for need in needed)
+
+        self.differentiate(backward)
+        return function
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Call the function, directly or as torch's operation."""
@@ -54,6 +91,27 @@ class Operation(Generic[R]):
             result: R = self.custom._opoverload(*args, **kwargs)
             return result
         return self.function(*args)
+
+
+def with_defaults(function: Callable[..., R], like: Callable[..., Any]) -> Callable[..., R]:
+    """`function` that gets every argument of `like`, by place: torch leaves out those that are equal to defaults."""
+    signature = inspect.signature(like)
+
+    def by_place(*args: Any, **kwargs: Any) -> R:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return function(*bound.args)
+
+    return by_place
+
+
+def _padded(needed: tuple[bool, ...], size: int) -> tuple[bool, ...]:
+    """False for each argument that was left out."""
+    return needed + (False,) * (size - len(needed))
+
+
+class _Saved:
+    """Stands in a list of arguments for a tensor that autograd keeps."""
 
 
 def operation(name: str) -> Callable[[Callable[..., R]], Operation[R]]:
@@ -64,6 +122,11 @@ def operation(name: str) -> Callable[[Callable[..., R]], Operation[R]]:
 def is_eager() -> bool:
     """Whether torch is neither tracing, transforming nor intercepting operations now."""
     return not (_modes() or _transforms() is not None or torch._C._get_tracing_state() is not None)
+
+
+def wants_gradient(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether what is computed from these now can be asked for a gradient."""
+    return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
 
 
 def _plain(args: tuple[Any, ...]) -> bool:
@@ -80,26 +143,10 @@ def _plain(args: tuple[Any, ...]) -> bool:
 
 
 NO_GRADIENT = (
-    "accelpatch's kernels have no gradient: call accelpatch.unpatch(model) before training it, "
+    "accelpatch's kernels have no gradient for this: call accelpatch.unpatch(model) before training it, "
     "or run the patched model under torch.inference_mode()"
 )
 
 
 def _no_gradient(ctx: Any, *gradients: Any) -> Any:
     raise KernelError(NO_GRADIENT)
-
-
-class _Refusing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, trained: Tensor) -> Tensor:
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise KernelError(NO_GRADIENT)
-
-
-def refusing_gradient(y: Tensor, trained: Tensor) -> Tensor:
-    """y without its graph; a backward pass that needs the gradient of `trained` through it raises KernelError."""
-    refusing: Tensor = _Refusing.apply(y, trained)
-    return refusing

@@ -28,8 +28,9 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.operation import wants_gradient
 from accelpatch.kernels.ops.attention.flash_attention import by_eager, flash_attention
-from accelpatch.kernels.ops.attention.mask import combined, visible
+from accelpatch.kernels.ops.attention.mask import combined, texts_of, visible
 from accelpatch.modules.attention_mask import attention_mask
 from accelpatch.modules.attention_settings import (
     NAME,
@@ -42,6 +43,7 @@ from accelpatch.modules.attention_settings import (
 from accelpatch.modules.replacement import Replacement, adopt
 
 WEIGHTS = "output_attentions"
+TEXTS = "_accelpatch_texts"  # attribute of a mask: what `texts_of` found
 
 
 class FlashAttention(Replacement):
@@ -120,8 +122,9 @@ def _computed(
     query, key, value = _of_one_size(query, key, value)
     args = (query, key, value, ranges, bias, s_aux, causal, window, softcap or 0.0)
     tensors = (query, key, value, bias, s_aux)
-    if dropout or (torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)):
-        return _differentiable(*args, scale, dropout)[..., :size]
+    if dropout or wants_gradient(tensors):
+        texts = None if ranges is None or bias is not None else _texts(attention_mask, ranges)
+        return _differentiable(*args, scale, dropout, texts)[..., :size]
     wanted = getattr(module, "implementation", None)
     with nullcontext() if wanted is None else dispatch.forced(wanted):
         return flash_attention(*args, scale)[..., :size]
@@ -166,6 +169,14 @@ def _seen(
     return None, bias, length > 1 or mask.shape[3] > 0, mask.shape[3]
 
 
+def _texts(mask: Any, ranges: Tensor) -> list[int] | None:
+    """`texts_of` a call's mask, which all layers share: the device is asked once for them all."""
+    if not hasattr(mask, TEXTS):
+        setattr(mask, TEXTS, texts_of(ranges))
+    found: list[int] | None = getattr(mask, TEXTS)
+    return found
+
+
 def _of_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     """The three with zeros behind the smaller heads, of keys or of values: they add nothing to the scores."""
     more = value.shape[-1] - query.shape[-1]
@@ -176,15 +187,20 @@ def _of_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...
 
 def _differentiable(
     q: Tensor, k: Tensor, v: Tensor, ranges: Tensor | None, bias: Tensor | None, sinks: Tensor | None, causal: bool,
-    window: int, softcap: float, scaling: float, dropout: float,
+    window: int, softcap: float, scaling: float, dropout: float, texts: list[int] | None,
 ) -> Tensor:  # fmt: skip
-    """As the operation, in torch's own functions, which have gradients."""
+    """As the operation, in torch's own functions, which have gradients. texts: of `texts_of`, or None."""
     if softcap or sinks is not None:
         if dropout:
             raise KernelError("attention with a softcap or sinks has no dropout here: set attention_dropout to 0")
         return by_eager(q, k, v, ranges, bias, sinks, causal, window, softcap, scaling)
     group, length, keys = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     k, v = (one.repeat_interleave(group, 1) for one in (k, v))
+    if texts is not None:
+        each = zip(*(one.split(texts, 2) for one in (q, k, v)), strict=True)
+        attend = functional.scaled_dot_product_attention
+        made = [attend(a, b, c, dropout_p=dropout, is_causal=True, scale=scaling) for a, b, c in each]
+        return torch.cat(made, 2).transpose(1, 2)
     plain = ranges is None and bias is None and causal and not window and length == keys
     mask = None if plain else combined(visible(length, keys, ranges, causal, window, q), bias, q.dtype)
     y = functional.scaled_dot_product_attention(q, k, v, mask, dropout, plain, scale=scaling)

@@ -15,6 +15,7 @@ from transformers.integrations import moe
 from accelpatch import own_code
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.expert_stack import Stack
+from accelpatch.kernels.operation import wants_gradient
 from accelpatch.kernels.ops.experts.experts import experts
 from accelpatch.modules.replacement import Replacement, adopt
 
@@ -75,9 +76,12 @@ def form_of(module: nn.Module, activations: Any, clamped: Any) -> ExpertsForm | 
 
 def rows_of(form: ExpertsForm, name: str, weight: Tensor) -> Tensor:
     """A weight (or its bias) in the operation's order, [E, N, K] or [E, N]: a view where it lies so already."""
-    if form.transposed and weight.dim() == 3:
-        weight = weight.transpose(1, 2)
-    return torch.cat((weight[:, 0::2], weight[:, 1::2]), 1) if form.interleaved and name.startswith(UP) else weight
+    return in_order(form, name, weight.transpose(1, 2) if form.transposed and weight.dim() == 3 else weight)
+
+
+def in_order(form: ExpertsForm, name: str, rows: Tensor) -> Tensor:
+    """Rows [E, N, ...] of a weight in the operation's order: those of gate, then those of up."""
+    return torch.cat((rows[:, 0::2], rows[:, 1::2]), 1) if form.interleaved and name.startswith(UP) else rows
 
 
 def original_of(form: ExpertsForm, name: str, rows: Tensor) -> Tensor:
@@ -136,7 +140,8 @@ class FloatExperts(Experts):
     down_proj: Tensor
 
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
-        if (len(x) <= FEW or dispatch.watched()) and x.dtype == self.down_proj.dtype:
+        trained = wants_gradient((getattr(self, UP), self.down_proj))
+        if (len(x) <= FEW or dispatch.watched()) and x.dtype == self.down_proj.dtype and not trained:
             return experts(x, ids, weights, *self.stack(UP), *self.stack(DOWN), *self.gate, residual)
         y: Tensor = super(Experts, self).forward(x, ids, weights)
         return y if residual is None else residual + y

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,11 @@ from accelpatch.errors import KernelError, PatchError
 from accelpatch.kernels.layouts.expert_pack import ExpertPack
 from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows
-from accelpatch.kernels.ops.experts.experts import experts, tiles_for
+from accelpatch.kernels.ops.experts import gradient
+from accelpatch.kernels.ops.experts.experts import by_expert, experts, gated, tiles_for
 from accelpatch.kernels.ops.experts.packed_experts import packed_experts
 from accelpatch.kernels.ops.experts.routed_experts import routed_experts, why_not_one
-from accelpatch.modules.experts import DOWN, UP, Experts, ExpertsForm, original_of
+from accelpatch.modules.experts import DOWN, UP, Experts, ExpertsForm, in_order, original_of
 from accelpatch.modules.replacement import ON_DEMAND, PATH, adopt
 from accelpatch.modules.weight_view import WAY, UnpackedWeight, WeightView
 from accelpatch.quant.formats import dequantize
@@ -31,8 +32,9 @@ class QuantizedExperts(Experts):
     A Stack of 4-bit codes lies in tiles where the HIP kernels run, or else in words.
 
     layouts: of gate_up_proj and of down_proj. like: an empty tensor with the device and dtype of the replaced weights.
-    bits: 8 or 4. The state dict holds the canonical tensors: gate_up_proj_q[E, N, K] int8 or [E, N, K / 2], ..._scale
-    and ..._offset[E, N, G], ..._bias[E, N], in the operation's order of rows.
+    bits: 8 or 4. low_rank: name of a weight -> down[E, r, K] and up[E, N, r] of each adapter beside it in this call, in
+    the original's order of rows. The state dict holds the canonical tensors: gate_up_proj_q[E, N, K] int8 or
+    [E, N, K / 2], ..._scale and ..._offset[E, N, G], ..._bias[E, N], in the operation's order of rows.
     """
 
     own_buffers: tuple[str, ...] = ("like",)
@@ -42,6 +44,7 @@ class QuantizedExperts(Experts):
     layouts: tuple[Any, Any]
     dtypes: tuple[torch.dtype, ...]
     kept: dict[str, torch.dtype]
+    low_rank: Mapping[str, Sequence[tuple[Tensor, Tensor]]] = {}
 
     def hold(self, weights: dict[str, Held], original: nn.Module) -> None:
         """Take canonical weights in the place of the original's parameters."""
@@ -60,10 +63,47 @@ class QuantizedExperts(Experts):
 
     def compute(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
         up, down = self.layouts
+        if self.low_rank:
+            y = self._adapted(x, ids, weights)
+            return y if residual is None else residual + y
         if self.packed:
             y = packed_experts(x, ids, weights, *up, *down, *self.gate)
             return y if residual is None else residual + y
         return experts(x, ids, weights, *up, *down, *self.gate, residual)
+
+    def _adapted(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum with the adapters, one expert after the other."""
+        up, down = self.layouts
+        if self.packed:
+            linears = gradient.of_pack(up), gradient.of_pack(down)
+        else:
+            first = gradient.of_stack(up, x.shape[1], interleaved=True)
+            linears = first, gradient.of_stack(down, up.n // 2, interleaved=False)
+        first, second = (
+            gradient.beside(one, [(a, in_order(self.form, name, b)) for a, b in self.low_rank.get(name, ())])
+            for name, one in zip((UP, DOWN), linears, strict=True)
+        )
+        expert = gradient.by_linears(first, second, lambda both: gated(both, *self.gate))
+        return by_expert(x, ids, weights, self.count, expert)
+
+    @property
+    def count(self) -> int:
+        """The number of experts."""
+        return len(self.layouts[0][0])
+
+    def stand_ins(self) -> dict[str, nn.Parameter]:
+        """The original's 3-D parameters without their numbers: shape, dtype and device alone, in a few bytes."""
+        up, down = self.layouts
+        order = -1 if self.form.transposed else 1
+        shapes = {UP: (up.n, down.n)[::order], DOWN: (down.n, up.n // 2)[::order]}
+        empty = {name: self.like.new_zeros(1).expand(self.count, *shape) for name, shape in shapes.items()}
+        return {name: nn.Parameter(one, requires_grad=False) for name, one in empty.items()}
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As in nn.Module, and the stand-ins: PEFT looks here for what an adapter is for. A walk over the whole model
+        does not call this."""
+        yield from super().named_parameters(*args, **kwargs)
+        yield from self.stand_ins().items()
 
     def why_not_routed(self, chosen: int, dtype: torch.dtype) -> str | None:
         if self.packed:

@@ -109,7 +109,7 @@ class QuantizedLinear(QuantizedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
-        return linear(autocast(x), self.layout, self.bias)
+        return linear(autocast(x), self.layout, self.bias, training=self.training)
 
 
 class Int8WeightOnlyLinear(QuantizedLinear):

@@ -60,6 +60,7 @@ class Runtime:
     graph: str = "auto"
     max_length: int | None = None  # the most tokens of a sequence
     speculate: str = "off"
+    loss: str = "whole"  # in training; "chunked" holds no more than a part of the logits at once
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ ROLES = (
 CACHES = ("auto", "stock")
 GRAPHS = ("auto", "off")
 SPECULATIONS = ("off", "prompt_lookup")
+LOSSES = ("whole", "chunked")
 METRICS = ("relative_rmse", "max_abs", "cosine")
 FALLBACKS = ("keep", "error")
 
@@ -265,6 +266,7 @@ READERS: Mapping[str, Mapping[str, Reader]] = {
         "graph": _choice(GRAPHS),
         "max_length": _unless_null(_integer(1)),
         "speculate": _choice(SPECULATIONS),
+        "loss": _choice(LOSSES),
     },
     "verify": {
         "metric": _choice(METRICS),

@@ -12,9 +12,12 @@ from accelpatch.runtime.code_watch import CodeWatch
 
 class ModelRuntime:
     """paths: how calls ran, and how often. unfused: place -> why, of layers that were over their bound at the patch.
+    loss: how training computes it: the model's own way ("whole"), or over chunks of the tokens ("chunked").
 
     A deep copy is made with the same settings and starts without steps; its `paths`, zeroed, are the copied report's.
     """
+
+    loss = "whole"
 
     def __init__(self, *settings: Any) -> None:
         self.paths: Counter[str] = Counter()
@@ -26,5 +29,6 @@ class ModelRuntime:
         made = type(self)(*self._settings)
         made.paths = copy.deepcopy(self.paths, memo)
         made.paths.clear()
+        made.loss = self.loss
         made.unfused, made.code = self.unfused, copy.deepcopy(self.code, memo)
         return made

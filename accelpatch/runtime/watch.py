@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_, itemgetter
@@ -24,6 +25,8 @@ _version = attrgetter("_version")
 CAPTURING = "transformers.utils.output_capturing"
 CAPTURES = "_output_capturing_hooks_installed"  # transformers' mark of a model with those hooks
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+DROPOUTS = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
+RANDOM = ("dropout", "layerdrop", "jitter", "pdrop", "noise")  # in names of numbers that act in training mode alone
 SCALARS = (bool, int, float, str, type(None))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -77,6 +80,7 @@ class Watch:
         self._layouts = [module.own_layout for module in self._quantised]
         self._adapters = [module for module in modules if is_adapter(module)]
         self._flags = grouped(flag_places(model))
+        self._model, self._random = weakref.ref(model), random_in_training(model)
 
     def objection(self) -> str | None:
         """Why the modules must run this step, or None."""
@@ -86,6 +90,9 @@ class Watch:
         everywhere = chain.from_iterable(getattr(torch_module, name).values() for name in _GLOBAL_HOOKS)
         if hooked(self._outer) or not all(map(_idle, everywhere)):
             return "a hook outside of the layers"
+        model = self._model()
+        if self._random is not None and model is not None and model.training:
+            return f"training mode, with {self._random}"
         return None
 
     def watched(self) -> list[int]:
@@ -140,8 +147,19 @@ def flag_places(model: Any) -> Iterator[tuple[dict[str, Any], str]]:
     owners = (module for module in model.modules() if not is_adapter(module))
     for owner in (*configurations(model), *owners):
         for name, value in vars(owner).items():
-            if type(value) in SCALARS and name != CAPTURES:
+            if type(value) in SCALARS and name != CAPTURES and (name != "training" or getattr(owner, "p", 0)):
                 yield vars(owner), name
+
+
+def random_in_training(model: Any) -> str | None:
+    """What makes a model's outputs random in training mode: a dropout, a noise. None where both modes are the same."""
+    for owner in (*configurations(model), *model.modules()):
+        is_dropout = isinstance(owner, DROPOUTS)
+        for name, value in vars(owner).items():
+            named = any(part in name for part in RANDOM) or (is_dropout and name == "p")
+            if named and type(value) in (int, float) and value:
+                return f"{name} = {value} in {type(owner).__name__}"
+    return None
 
 
 def grouped(places: Iterable[tuple[dict[str, Any], str]]) -> list[tuple[Callable[[Any], Any], dict[str, Any]]]:

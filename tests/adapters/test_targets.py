@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 import accelpatch
 from accelpatch.errors import PatchError
+from accelpatch.modules.replacement import Replacement
 from tests.support.lora import RECIPES, adapted, config, logits, off, peft
 from tests.support.steps import inner
 from tests.support.tiny import CAUSAL
+from tests.support.tiny import EXPERTS as EXPERTS_OF
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 #: family, PEFT's options: some of their targets are packed by int8
 BESIDE: dict[str, tuple[str, dict[str, Any]]] = {
-    "experts-beside-modules": ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}),
-    "mixtral": ("mixtral", {"target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS}),
-    "experts-beside-router": ("qwen3_moe", {"target_modules": [], "target_parameters": ["gate.weight", *EXPERTS]}),
     "linear": ("qwen2", {"target_modules": ["k_proj"], "target_parameters": ["down_proj.weight"]}),
     "linear-beside-embedding": (
         "mistral", {"target_modules": [], "target_parameters": ["embed_tokens.weight", "up_proj.weight"]},
@@ -26,16 +26,33 @@ BESIDE: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 #: all of their targets are
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {
-    "experts": ("qwen3_moe", {"target_modules": [], "target_parameters": EXPERTS}),
-    "one-layer": ("mixtral", {"target_modules": [], "target_parameters": ["model.layers.1.mlp.experts.down_proj"]}),
     "a-linear": ("llama", {"target_modules": [], "target_parameters": ["q_proj.weight"]}),
 }
+#: of packed experts, which take adapters
+OF_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "beside-modules": ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}),
+    "mixtral": ("mixtral", {"target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS}),
+    "beside-router": ("qwen3_moe", {"target_modules": [], "target_parameters": ["gate.weight", *EXPERTS]}),
+    "alone": ("qwen3_moe", {"target_modules": [], "target_parameters": EXPERTS}),
+    "one-layer": ("mixtral", {"target_modules": [], "target_parameters": ["model.layers.1.mlp.experts.down_proj"]}),
+    "interleaved-and-transposed": ("gpt_oss", {"target_modules": [], "target_parameters": EXPERTS}),
+}
 WAYS = ("get_peft_model", "inject_adapter_in_model")
-WHY = r"the adapter \w+ is for .*(experts\.\w+|_proj\.weight) \(target_parameters: .*accelpatch.unpatch\(model\), add"
+WHY = r"the adapter \w+ is for .*_proj\.weight \(target_parameters: .*accelpatch.unpatch\(model\), add"
 
 
 def patched(family: str, recipe: str = "int8") -> Any:
-    return accelpatch.patch(CAUSAL[family].make(), RECIPES[recipe], verify=False)
+    return accelpatch.patch((CAUSAL | EXPERTS_OF)[family].make(), RECIPES[recipe], verify=False)
+
+
+def rounded(family: str, recipe: str) -> Any:
+    """The plain model with the weights that the patched one holds."""
+    model, plain = patched(family, recipe), EXPERTS_OF[family].make()
+    with torch.no_grad():
+        for path, module in model.named_modules():
+            for name, one in module.float_parameters().items() if isinstance(module, Replacement) else ():
+                plain.get_submodule(path).get_parameter(name).copy_(one)
+    return plain
 
 
 def names(model: Any) -> list[tuple[str, type]]:
@@ -52,6 +69,7 @@ def put(model: Any, way: str, name: str = "default", **options: Any) -> Any:
 
 def add(model: Any, way: str, **options: Any) -> None:
     """A second adapter, beside one that `put` has put in."""
+    torch.manual_seed(2)
     if way == "get_peft_model":
         model.add_adapter("other", config(**options))
     else:
@@ -124,8 +142,43 @@ def test_parameters_beside_packed_ones_take_adapters() -> None:
     assert off(logits(model), logits(plain)) < 0.1
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("recipe", ["int8", "int4"])
+@pytest.mark.parametrize("case", OF_EXPERTS)
+def test_packed_experts_take_adapters(case: str, recipe: str, way: str) -> None:
+    family, options = OF_EXPERTS[case]
+    model, plain = put(patched(family, recipe), way, **options), put(rounded(family, recipe), way, **options)
+    assert off(logits(model), logits(patched(family, recipe))) > 0.05
+    assert off(logits(model), logits(plain)) < 1e-3
+    add(model, way, **options)
+    add(plain, way, **options)
+    for one in (model, plain):
+        for module in one.modules():
+            if isinstance(module, BaseTunerLayer):
+                module.set_adapter("other")
+    assert off(logits(model), logits(plain)) < 1e-3
+    bare = put(EXPERTS_OF[family].make(), way, "other", **options)
+    due = logits(accelpatch.unpatch(model))
+    bare.load_state_dict({name: one for name, one in model.state_dict().items() if "default" not in name})
+    assert off(due, logits(bare)) < 1e-5
+
+
+def test_experts_that_take_adapters_later_disable_and_refuse_to_merge() -> None:
+    family, options = OF_EXPERTS["mixtral"]
+    model = patched(family)
+    around = put(model, "get_peft_model", target_modules=["v_proj"])
+    around.add_adapter("other", config(**options))
+    before = logits(around)
+    around.set_adapter("other")
+    assert off(logits(around), before) > 0.05
+    with around.disable_adapter():
+        assert torch.equal(logits(around), logits(patched(family)))
+    with pytest.raises(PatchError, match=r"experts: its weights are packed and cannot be written; call"):
+        around.merge_adapter()
+
+
 def test_a_model_that_is_unpatched_first_takes_them_and_is_patched_again() -> None:
-    family, options = BESIDE["mixtral"]
+    family, options = BESIDE["linear"]
     model = patched(family)
     with pytest.raises(PatchError, match=WHY):
         adapted(model, **options)

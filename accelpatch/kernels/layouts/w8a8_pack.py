@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.cpu.native_library import PLAIN, W8A8, Linear
+from accelpatch.kernels.cpu.native_library import INT8, PLAIN, W8A8, Linear
 from accelpatch.kernels.layouts.cpu_pack import LARGEST, Pack
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 
@@ -40,6 +40,10 @@ class W8A8Pack(Pack):
         """The weight that it was made of."""
         q, scale, _ = self.unpack()
         return W8A8Rows(q, scale, self.static_scale)
+
+    def weight_only(self) -> Pack:
+        """The same bytes as a weight for float activations."""
+        return Pack(self.data, INT8, self.n, self.k, self.k, False, "none", bias=self.bias)
 
     @classmethod
     def pack(  # type: ignore[override]

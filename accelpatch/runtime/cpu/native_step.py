@@ -176,8 +176,8 @@ def _why_not(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> str
         return "attentions or hidden states were asked for"
     if ids.shape[0] > MAX_BATCH:
         return f"a batch of more than {MAX_BATCH}"
-    if torch.is_grad_enabled() or model.training or torch.is_autocast_enabled("cpu"):
-        return "gradients, training or autocast"
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return "gradients or autocast"
     return None
 
 

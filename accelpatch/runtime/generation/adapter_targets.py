@@ -1,7 +1,7 @@
 """Refuses adapters of PEFT whose `target_parameters` name packed weights.
 
 PEFT looks for them among a module's parameters. A packed weight is none, so that it would go without its adapter, and
-PEFT warns of that only where it finds no parameter at all.
+PEFT warns of that only where it finds no parameter at all. Weights of experts take them (modules/adapted_experts.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from accelpatch.errors import PatchError
+from accelpatch.modules.experts import DOWN, UP
 from accelpatch.modules.packed_weight import packed_in
 from accelpatch.modules.quantized_experts import QuantizedExperts
 
@@ -80,4 +81,4 @@ def _packed(model: nn.Module) -> Iterator[str]:
     yield from (f"{path.replace(WRAPPED, '')}.weight" for path, _ in packed_in(model))
     for path, module in model.named_modules():
         if isinstance(module, QuantizedExperts):
-            yield from (f"{path.replace(WRAPPED, '')}.{name}" for name in module.packed_names)
+            yield from (f"{path.replace(WRAPPED, '')}.{name}" for name in module.packed_names if name not in (UP, DOWN))

@@ -18,6 +18,7 @@ from accelpatch.modules.attention import WEIGHTS
 from accelpatch.modules.attention_settings import originals
 from accelpatch.modules.quantized_module import take_over
 from accelpatch.modules.replacement import COPIED, copied_by, copy_with_parts
+from accelpatch.runtime import chunked_loss
 from accelpatch.runtime.cache_contents import OWN_CACHE
 from accelpatch.runtime.code_watch import CODE, CodeWatch
 from accelpatch.runtime.cpu.native_step import NativeRuntime
@@ -46,11 +47,15 @@ CACHES = "_prepare_cache_for_generation"  # transformers' method that makes the 
 def new_runtime(device_type: str, settings: Any) -> NativeRuntime | CapturedRuntime:
     """The runtime for a torch device type: captured graphs where the device has them, else native CPU steps.
 
-    settings: a recipe's Runtime, or any object with its fields graph, cache, max_length and speculate.
+    settings: a recipe's Runtime, or any object with its fields graph, cache, max_length, speculate and
+    loss.
     """
     if device_type in GRAPHS:
-        return CapturedRuntime(settings.graph, settings.cache, settings.max_length, settings.speculate)
-    return NativeRuntime()
+        made: Any = CapturedRuntime(settings.graph, settings.cache, settings.max_length, settings.speculate)
+    else:
+        made = NativeRuntime()
+    made.loss = settings.loss
+    return made
 
 
 def patched_classes(model: nn.Module, runtime: NativeRuntime | CapturedRuntime) -> list[tuple[nn.Module, str, Any]]:
@@ -197,6 +202,9 @@ def _stepping(cls: Any) -> Any:
             names, outputs = positional(cls.forward), None
             if len(args) <= len(names) and kwargs.keys().isdisjoint(names[: len(args)]):
                 outputs = runtime.outputs(self, dict(zip(names, args, strict=False)) | kwargs)
+            if outputs is None and runtime.loss == "chunked" and len(args) <= len(names):
+                with all_threads():
+                    outputs = chunked_loss.outputs(self, dict(zip(names, args, strict=False)) | kwargs)
             if outputs is None:
                 if runtime.code.others:
                     runtime.paths[f"modules of other code: {runtime.code.others}"] += 1

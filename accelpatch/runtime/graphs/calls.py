@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from accelpatch import own_code
 from accelpatch.fusion.spread import device_of
 from accelpatch.kernels.hip.binding import weight_prefetch
-from accelpatch.kernels.operation import is_eager
+from accelpatch.kernels.operation import is_eager, wants_gradient
 from accelpatch.runtime.graphs.batch import GraphOf
 from accelpatch.runtime.graphs.capture import Graph
 from accelpatch.runtime.graphs.step import first_line
@@ -168,7 +168,7 @@ def generates(model: Any) -> bool:
 
 def captured_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
     """Outputs of one call by its graph; None where the modules must run."""
-    if not is_eager() or (torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())):
+    if not is_eager() or wants_gradient(model.parameters()):
         return None
     if not runtime.lock.acquire(blocking=False):  # another thread is within a call
         return None

@@ -18,7 +18,7 @@ from accelpatch.fusion.cache_call import CacheCall, KeptCall
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.spread import computes_on
-from accelpatch.kernels.operation import is_eager, refusing_gradient
+from accelpatch.kernels.operation import is_eager, wants_gradient
 from accelpatch.runtime import cache_form
 from accelpatch.runtime.cache_contents import attached
 from accelpatch.runtime.graphs import single_token
@@ -82,7 +82,7 @@ def asks(model: Any, given: Mapping[str, Any], name: str) -> bool:
 
 def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
     """Outputs of a model call by the runtime's fused layers; None where the modules must run."""
-    if not is_eager() or why_not(model, given) is not None:
+    if not is_eager() or wants_gradient(model.parameters()) or why_not(model, given) is not None:
         return None
     if not runtime.lock.acquire(blocking=False):  # another thread's generate(), which may wait for this call
         return None
@@ -94,8 +94,8 @@ def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
         if cache is not None and cache_form.misfit(cache, fused.cached) is not None:
             return None
         hidden = asks(model, given, HIDDEN_STATES)
-        if torch.is_grad_enabled() and (watched or fused.unfused or hidden or wants_gradient(cache)):
-            return None  # the modules refuse the gradient of what comes in from outside, and of what goes out
+        if wants_gradient(_held(cache)) or (torch.is_grad_enabled() and (watched or fused.unfused or hidden)):
+            return None  # the modules carry the gradient of what comes in from outside
         call = call_of(model, fused, given)
         call.blind = reads_blind_tokens(fused, given, call, hidden)
         ids = given["input_ids"]
@@ -130,11 +130,10 @@ def reads_blind_tokens(fused: FusedModel, given: Mapping[str, Any], call: CacheC
     return bool((blind if hidden else _kept(blind, given)).any())
 
 
-def wants_gradient(cache: Any) -> bool:
-    """Whether a tensor in the cache requires a gradient."""
+def _held(cache: Any) -> list[Tensor]:
+    """The tensors in a cache of the caller's own."""
     filled = [] if cache is None or attached(cache) else cache.layers
-    layers = [layer for layer in filled if layer.is_initialized]
-    return any(tensor.requires_grad for layer in layers for tensor in (layer.keys, layer.values))
+    return [tensor for layer in filled if layer.is_initialized for tensor in (layer.keys, layer.values)]
 
 
 def call_of(model: Any, fused: FusedModel, given: Mapping[str, Any]) -> CacheCall:
@@ -180,9 +179,6 @@ def outputs_of(
     model: Any, given: Mapping[str, Any], call: CacheCall, logits: Tensor, hidden: Any = None
 ) -> CausalLMOutputWithPast:
     """The outputs of a call."""
-    trained = next((p for p in model.parameters() if p.requires_grad), None) if torch.is_grad_enabled() else None
-    if trained is not None:
-        logits = refusing_gradient(logits, trained)
     loss = None
     if (labels := given.get("labels")) is not None:
         loss = model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size)

@@ -179,8 +179,8 @@ class CapturedRuntime(ModelRuntime):
         device = device_of(model)
         if self._off or device.type not in GRAPHS:
             return self._off or f"the model lies on {device.type}"
-        if model.training or torch.is_autocast_enabled(device.type):
-            return "training or autocast"
+        if torch.is_autocast_enabled(device.type):
+            return "autocast"
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return "the caller is capturing a graph"
         return None

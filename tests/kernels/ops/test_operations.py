@@ -17,6 +17,7 @@ from accelpatch.kernels.check import parity
 from accelpatch.kernels.layouts.row_major import FP8
 from accelpatch.kernels.spec import Case, in_precision
 from tests.support.experts import random_experts
+from tests.support.gradients import DIFFERENTIABLE
 from tests.support.parity import DTYPES, assert_parity, bits, name, strided, transposed
 from tests.support.random_arguments import random_args
 
@@ -143,7 +144,7 @@ def test_one_compiled_graph_serves_every_m() -> None:
             assert torch.equal(compiled(x, *rest), torch.ops.accelpatch.int8_linear(x, *rest))
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op not in NO_GRADIENT])
+@pytest.mark.parametrize("op", [op for op in OPS if op not in (*NO_GRADIENT, *DIFFERENTIABLE)])
 def test_backward_says_what_to_do(op: str) -> None:
     first, *rest = first_args(op)
     outputs = parity.as_tuple(dispatch.kernel(op).op(first.requires_grad_(), *rest))

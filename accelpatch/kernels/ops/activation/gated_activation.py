@@ -110,6 +110,9 @@ def _fake(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
+gated_activation.recompute(_torch)
+
+
 def gated(both: Tensor, activation: str) -> Tensor:
     """activation(first half of the columns) * second half."""
     gate, up = both.chunk(2, dim=-1)

@@ -5,6 +5,8 @@ Words of flash_attention.py: a query of row b sees the keys low <= j < high of r
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -66,3 +68,19 @@ def emptied(k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         anywhere = anywhere.unflatten(1, (k.shape[1], -1)).any(2)
     hidden = ~anywhere[..., None]
     return k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+
+
+def texts_of(ranges: Tensor) -> list[int] | None:
+    """Lengths of the texts that lie one behind the other in a row, of ranges[1, L, 2] in which each token sees those
+    before it in its text, and itself. None for any other mask. Waits for the device.
+    """
+    if ranges.shape[0] != 1:
+        return None
+    low, high = ranges[0].unbind(-1)
+    place = torch.arange(len(low), dtype=low.dtype, device=low.device)
+    first = low == place
+    begin = torch.where(first, place, 0).cummax(0).values
+    if not bool(((high == place + 1) & (low == begin)).all()):
+        return None
+    starts = [*first.nonzero()[:, 0].tolist(), len(low)]
+    return [stop - start for start, stop in itertools.pairwise(starts)]

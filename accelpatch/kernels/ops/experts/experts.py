@@ -29,6 +29,7 @@ from accelpatch.kernels.layouts.expert_stack import BLOCK, Stack, from_words
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops.activation import gated_activation
 from accelpatch.kernels.ops.experts import gemv as expert_gemv
+from accelpatch.kernels.ops.experts import gradient
 from accelpatch.kernels.ops.experts.cases import CLAMPED, cases
 from accelpatch.kernels.ops.experts.reference import reference
 from accelpatch.kernels.ops.experts.stacks import why_not_stack
@@ -246,6 +247,15 @@ def experts(
 @experts.register_fake
 def _fake(x: Tensor, ids: Tensor, weights: Tensor, *given: Any, **named: Any) -> Tensor:
     return x.new_empty(x.shape)
+
+
+@experts.recompute
+def _differentiable(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:
+    up, down = Stack(*given[:4]), Stack(*given[4:8])
+    first = gradient.of_stack(up, x.shape[1], interleaved=True)
+    second = gradient.of_stack(down, up.n // 2, interleaved=False)
+    expert = gradient.by_linears(first, second, lambda both: gated(both, *given[8:11]))
+    return added(by_expert(x, ids, weights, len(up.w), expert), *given[11:])
 
 
 KERNELS = {

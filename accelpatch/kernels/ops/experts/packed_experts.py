@@ -20,7 +20,7 @@ from accelpatch.kernels.layouts.expert_pack import ExpertPack
 from accelpatch.kernels.layouts.expert_stack import Stack, from_words
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops.experts import cases as expert_cases
-from accelpatch.kernels.ops.experts import experts
+from accelpatch.kernels.ops.experts import experts, gradient
 from accelpatch.kernels.ops.experts import reference as expert_reference
 from accelpatch.kernels.ops.linear.packed_linear import NARROW, PANELS
 from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
@@ -121,6 +121,14 @@ def packed_experts(
 @packed_experts.register_fake
 def _fake(x: Tensor, ids: Tensor, weights: Tensor, *given: Any, **named: Any) -> Tensor:
     return x.new_empty(x.shape)
+
+
+@packed_experts.recompute
+def _differentiable(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:
+    up, down = _packs(given)
+    gate = given[2 * SIZE :]
+    expert = gradient.by_linears(gradient.of_pack(up), gradient.of_pack(down), lambda both: experts.gated(both, *gate))
+    return experts.by_expert(x, ids, weights, len(up.data), expert)
 
 
 def packed(stack: Stack, k: int) -> ExpertPack:

@@ -15,9 +15,9 @@ from torch.nn import functional
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.arguments import FLOATS, require, say
-from accelpatch.kernels.layouts.gguf_blocks import FORMS, columns, row_bytes
+from accelpatch.kernels.layouts.gguf_blocks import FORMS, GgufBlocks, columns, row_bytes
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops.linear import common
+from accelpatch.kernels.ops.linear import common, gradient
 from accelpatch.kernels.ops.linear.gguf_values import dequantize_rows
 from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
@@ -173,6 +173,17 @@ def block_linear(x: Tensor, blocks: Tensor, form: str, bias: Tensor | None = Non
 
 
 block_linear.register_fake(common.rows_like(spec))
+
+
+def _rows(weight: GgufBlocks) -> gradient.Rows:
+    def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        return dequantize_rows(weight.w[start:stop], weight.form, wide).to(dtype)
+
+    return rows
+
+
+gradient.differentiate(block_linear, GgufBlocks, _rows)
 
 
 @operation("block_embedding")

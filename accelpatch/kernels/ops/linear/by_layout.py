@@ -16,10 +16,10 @@ from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.gguf_blocks import GgufBlocks
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.layout import Layout
-from accelpatch.kernels.layouts.row_major import Fp8Rows, Int4Rows, Int8Rows, Plain, RowMajor
+from accelpatch.kernels.layouts.row_major import FP8, Fp8Rows, Int4Rows, Int8Rows, Plain, RowMajor
 from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
-from accelpatch.kernels.operation import Operation
+from accelpatch.kernels.operation import Operation, wants_gradient
 from accelpatch.kernels.ops.linear import (
     block_linear,
     common,
@@ -55,7 +55,8 @@ class LinearOf:
 
     Of canonical layouts: dense: (dtype, *arguments, bias) -> the weight and the bias as floats. packed: the weight in
     the layout of the native CPU kernels. tiles: as a GPU reads it for x of a dtype; None where it reads the rows.
-    embedding: the rows of ids, in a dtype; of layouts of tables.
+    embedding: the rows of ids, in a dtype; of layouts of tables. weight_only: of layouts whose operation rounds x too:
+    the same weight in a layout whose operation does not, and so has a gradient.
     """
 
     operation: Operation[Tensor]
@@ -66,6 +67,7 @@ class LinearOf:
     packed: Callable[[Any], Any] | None = None
     tiles: Callable[[Any, torch.dtype], Layout | None] = lambda rows, dtype: None
     embedding: Callable[[Tensor, Any, torch.dtype], Tensor] | None = None
+    weight_only: Callable[[Any], Layout] | None = None
 
     @property
     def op(self) -> str:
@@ -94,6 +96,10 @@ def _dense_w8a8(dtype: torch.dtype, q: Tensor, scale: Tensor, given: Tensor | No
     return int8_linear.dense(dtype, q, scale, bias)
 
 
+def _weight_only(rows: W8A8Rows) -> Layout:
+    return (Fp8Rows if rows.w.dtype in FP8 else Int8Rows)(rows.w, rows.scale, order=rows.order)
+
+
 def _packed_blocks(rows: GgufBlocks) -> Pack:
     return Pack.of_blocks(rows.w, rows.k, rows.form)
 
@@ -109,7 +115,13 @@ LINEARS: Mapping[type, LinearOf] = {
     Int4Rows: LinearOf(
         int4_linear.int4_linear, dense=int4_linear.dense, packed=Pack.of, tiles=tiled_int4_linear.tiles_for
     ),
-    W8A8Rows: LinearOf(w8a8_linear.w8a8_linear, gated={"triton": _gated_w8a8}, dense=_dense_w8a8, packed=W8A8Pack.of),
+    W8A8Rows: LinearOf(
+        w8a8_linear.w8a8_linear,
+        gated={"triton": _gated_w8a8},
+        dense=_dense_w8a8,
+        packed=W8A8Pack.of,
+        weight_only=_weight_only,
+    ),
     Fp8Rows: LinearOf(fp8_linear.fp8_linear, dense=fp8_linear.dense),
     GgufBlocks: LinearOf(
         block_linear.block_linear,
@@ -128,12 +140,19 @@ LINEARS: Mapping[type, LinearOf] = {
         packed_linear.packed_linear,
         embedding=lambda ids, pack, dtype: packed_linear.packed_embedding(ids, dtype, *pack.arguments()),
     ),
-    W8A8Pack: LinearOf(w8a8_packed.w8a8_packed),
+    W8A8Pack: LinearOf(w8a8_packed.w8a8_packed, weight_only=W8A8Pack.weight_only),
 }
 
 
-def linear(x: Tensor, weight: Layout, bias: Tensor | None) -> Tensor:
-    """y[..., N] = x[..., K] @ w^T + bias in x's dtype, by the operation of the weight's layout."""
+def linear(x: Tensor, weight: Layout, bias: Tensor | None, *, training: bool = False) -> Tensor:
+    """y[..., N] = x[..., K] @ w^T + bias in x's dtype, by the operation of the weight's layout.
+
+    Where x would be rounded to the weight's form, it is not while its gradient is wanted, nor in training mode, whose
+    calls without gradients belong to a backward pass too (gradient checkpointing).
+    """
+    weight_only = LINEARS[type(weight)].weight_only
+    if weight_only is not None and (training or wants_gradient((x, bias))):
+        weight = weight_only(weight)
     if weight.order is not None and not weight.orders:
         x = x.index_select(-1, weight.order)
     return LINEARS[type(weight)].operation(x, *weight.arguments(), bias)

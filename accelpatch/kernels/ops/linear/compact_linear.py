@@ -21,10 +21,11 @@ from accelpatch.kernels.compiling import libraries as building
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import compact_tiles
 from accelpatch.kernels.layouts.compact_tiles import FOUR, STEP, STEP_BYTES, CompactTiles
+from accelpatch.kernels.layouts.row_major import Plain
 from accelpatch.kernels.layouts.tiled import in_order, in_tiles
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops.linear import common
+from accelpatch.kernels.ops.linear import common, float_linear, gradient
 from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 
 OP = "compact_linear"
@@ -163,6 +164,11 @@ def unpacked(tiles: CompactTiles) -> Tensor:
     return weight if tiles.part in ("all", "both") else weight.chunk(2)[tiles.part == "up"]
 
 
+def _rows(tiles: CompactTiles) -> gradient.Rows:
+    """The rows of the weight, unpacked at once: it is bfloat16."""
+    return gradient.of_rows(Plain(unpacked(tiles)), float_linear.dense)
+
+
 @operation("compact_linear")
 def compact_linear(
     x: Tensor, w: Tensor, scale: Tensor, outliers: Tensor, n: int, k: int, part: str = "all", bias: Tensor | None = None
@@ -178,6 +184,7 @@ def compact_linear(
 
 
 compact_linear.register_fake(common.rows_like(spec))
+gradient.differentiate(compact_linear, CompactTiles, _rows)
 
 
 def cases() -> list[Case]:

@@ -5,6 +5,8 @@ For few rows of x, where reading the weight is the bottleneck; torch's GEMM serv
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -16,7 +18,7 @@ from accelpatch.kernels.arguments import FLOATS, HALVES, require, say
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import Plain
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops.linear import common
+from accelpatch.kernels.ops.linear import common, gradient
 from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
@@ -108,6 +110,9 @@ def float_linear(x: Tensor, w: Tensor, bias: Tensor | None = None, prefer: str =
 @float_linear.register_fake
 def _fake(x: Tensor, w: Tensor, bias: Tensor | None = None, prefer: str = "") -> Tensor:
     return common.rows_like(spec)(x, w, bias)
+
+
+gradient.differentiate(float_linear, Plain, partial(gradient.of_rows, dense=dense), trains=True)
 
 
 def cases() -> list[Case]:

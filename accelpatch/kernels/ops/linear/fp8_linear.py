@@ -6,6 +6,8 @@ scale per row. Activations stay float (weight-only). Format: OCP 8-bit floating 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -16,7 +18,7 @@ from accelpatch.kernels.arguments import FLOATS, check_scale, require, say
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import FP8, Fp8Rows, fp8_name
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops.linear import common
+from accelpatch.kernels.ops.linear import common, gradient
 from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 
 
@@ -98,6 +100,7 @@ def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) 
 
 
 fp8_linear.register_fake(common.rows_like(spec))
+gradient.differentiate(fp8_linear, Fp8Rows, partial(gradient.of_rows, dense=dense))
 
 
 def cases() -> list[Case]:

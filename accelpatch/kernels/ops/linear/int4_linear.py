@@ -12,6 +12,7 @@ a weight's dtype takes torch.uint8 for a mask or an image.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from accelpatch.kernels.arguments import require
 from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.kernels.layouts.row_major import Int4Rows
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops.linear import common
+from accelpatch.kernels.ops.linear import common, gradient
 from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 
 OP = "int4_linear"
@@ -122,6 +123,7 @@ def int4_linear(
 
 
 int4_linear.register_fake(common.rows_like(spec))
+gradient.differentiate(int4_linear, Int4Rows, partial(gradient.of_rows, dense=dense))
 
 
 def cases() -> list[Case]:

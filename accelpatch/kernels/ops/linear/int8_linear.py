@@ -6,6 +6,8 @@ any leading dimensions and strides; y has its dtype. Activations stay float (wei
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -15,7 +17,7 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import Int8Rows
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops.linear import common
+from accelpatch.kernels.ops.linear import common, gradient
 from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
@@ -95,6 +97,7 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None)
 
 
 int8_linear.register_fake(common.rows_like(spec))
+gradient.differentiate(int8_linear, Int8Rows, partial(gradient.of_rows, dense=dense))
 
 
 def cases() -> list[Case]:

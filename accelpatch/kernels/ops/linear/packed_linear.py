@@ -22,11 +22,12 @@ from accelpatch.kernels.arguments import require, say
 from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.kernels.cpu import linear as cpu_linear
 from accelpatch.kernels.cpu import native_library
+from accelpatch.kernels.cpu.native_library import INT8
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.gguf_blocks import GgufBlocks
 from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows, Plain, RowMajor
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops.linear import block_linear, common, float_linear, int4_linear, int8_linear
+from accelpatch.kernels.ops.linear import block_linear, common, float_linear, gradient, int4_linear, int8_linear
 from accelpatch.kernels.ops.linear.packed_cases import cases, embedding_cases
 from accelpatch.kernels.spec import Blocks, Implementation, Kernel, Spec
 
@@ -160,6 +161,24 @@ def packed_linear(
 
 
 packed_linear.register_fake(lambda x, data, kind, n, *rest: x.new_empty((*x.shape[:-1], n)))
+
+
+def _rows(pack: Pack) -> gradient.Rows:
+    """The rows of the weight in float32 by the native library; of int8, whose codes unpack faster, and in another dtype
+    of the unpacked codes."""
+    held: list[RowMajor] = []
+
+    def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        if dtype == torch.float32 and pack.order is None and pack.kind != INT8:
+            return cpu_linear.gather(pack, torch.arange(start, stop))
+        if not held:
+            held.append(pack.canonical())
+        return _dense(held[0].at(slice(start, stop)), dtype)[0]
+
+    return rows
+
+
+gradient.differentiate(packed_linear, Pack, _rows)
 
 
 @operation("packed_embedding")

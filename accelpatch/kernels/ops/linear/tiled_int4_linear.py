@@ -24,7 +24,7 @@ from accelpatch.kernels.layouts.row_major import Int4Rows
 from accelpatch.kernels.layouts.tiled import in_order, in_tiles
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops.linear import common, int4_linear
+from accelpatch.kernels.ops.linear import common, gradient, int4_linear
 from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
@@ -217,6 +217,14 @@ def tiled_int4_linear(
 
 
 tiled_int4_linear.register_fake(common.rows_like(spec))
+
+
+def _rows(tiles: Tiles) -> gradient.Rows:
+    """The rows of the weight, whose codes are put in order at once."""
+    return gradient.of_rows(tiles.canonical(), int4_linear.dense)
+
+
+gradient.differentiate(tiled_int4_linear, Tiles, _rows)
 
 
 def cases() -> list[Case]:

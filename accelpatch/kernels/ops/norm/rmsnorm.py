@@ -148,6 +148,9 @@ def _fake(x: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
+rmsnorm.recompute(_torch)
+
+
 @operation("add_rmsnorm")
 def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> tuple[Tensor, Tensor]:
     """(y, s)[..., K], contiguous: s = x + residual in their promoted dtype, y = rmsnorm(s, weight, eps, plus_one).
@@ -167,6 +170,9 @@ def _add_fake(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=total)
 
 
+add_rmsnorm.recompute(_torch_add)
+
+
 @operation("rmsnorm_add")
 def rmsnorm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
     """residual + rmsnorm(x, weight, eps, plus_one), [..., K], contiguous, in the promoted dtype of both.
@@ -183,6 +189,9 @@ def _fake_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one:
     spec_add(x, residual, weight, eps, plus_one)
     normed = x.dtype if plus_one else torch.promote_types(x.dtype, weight.dtype)
     return x.new_empty(x.shape, dtype=torch.promote_types(normed, residual.dtype))
+
+
+rmsnorm_add.recompute(_add_torch)
 
 
 _SIZES = (
