@@ -31,7 +31,7 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "modules": ("kernels quant own_code errors", "transformers"),
     # cache: converted checkpoints are published there
     "models": ("errors cache own_code", "transformers huggingface_hub gguf safetensors"),
-    "patching": ("recipe device report progress own_code errors", ""),
+    "patching": ("recipe device report progress own_code errors", "lm_eval"),  # lm_eval: scores, an optional package
     "replacers": ("patching modules quant kernels models.family device own_code errors", ""),
     "fusion": ("patching modules quant kernels models.family device own_code errors", "transformers"),
     # models.family: whose logits are scaled, which a loss over chunks must know

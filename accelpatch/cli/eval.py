@@ -47,15 +47,10 @@ def evaluate(
     options.prepare(recipe, plugin)
     from accelpatch import api
 
-    from . import prompt as prompts
-
-    names = [name.strip() for name in tasks.split(",")] if tasks else []
-    if names:
+    if names := [name.strip() for name in (tasks or "").split(",") if name.strip()]:
         api.check_tasks(names)
     loaded = options.open_model(model, dtype, device)
-    tokenizer = prompts.tokenizer_of(loaded)
-    ids = prompts.encode(tokenizer, words, chat=False, option="--text")[:, :max_tokens]
-    _warn_of_few(source, ids.shape[1])
+    tokenizer, ids = _ids(loaded, words, source, max_tokens)
     given = {"statistics": statistics, "data": data, "tokenizer": tokenizer}
     with console.progress_bars() as progress:
         found = api.evaluate(
@@ -64,15 +59,21 @@ def evaluate(
         scores = api.evaluate_tasks(loaded.model, recipe, names, limit=limit, **given) if names else []
     document = {"model": model, "recipe": recipe, "text": source} | found.to_dict()
     document |= {"tasks": [one.to_dict() for one in scores]} if scores else {}
-    facts = [("model", model), ("recipe", recipe), *_facts(source, found), *map(_of_task, scores)]
-    console.print_result(json, document, facts)
+    facts = [*_facts(source, found), *map(_of_task, scores)]
+    console.print_result(json, document, [("model", model), ("recipe", recipe), *facts])
 
 
-def _warn_of_few(source: str, tokens: int) -> None:
-    if 1 < tokens <= ENOUGH:
+def _ids(loaded: Any, words: str, source: str, most: int) -> tuple[Any, Any]:
+    """The tokenizer, and ids[1, at most `most`] of a text; a warning where they are few."""
+    from . import prompt as prompts
+
+    tokenizer = prompts.tokenizer_of(loaded)
+    ids = prompts.encode(tokenizer, words, chat=False, option="--text")[:, :most]
+    if 1 < (tokens := ids.shape[1]) <= ENOUGH:
         console.warning(
             f"{source} has {tokens} tokens, and figures of fewer than {ENOUGH} say little: give a longer text, or none"
         )
+    return tokenizer, ids
 
 
 def _of_task(score: Any) -> tuple[str, str]:
