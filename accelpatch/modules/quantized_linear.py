@@ -91,7 +91,7 @@ class QuantizedLinear(QuantizedModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Move with the model; a cast does not round the smoothing."""
-        kept = {name: self._buffers[name] for name in SMOOTHING}
+        kept = {name: one for name in SMOOTHING if (one := self._buffers.get(name)) is not None}
         super()._apply(fn, recurse)
         without_casts(self, kept)
         return self
@@ -199,7 +199,10 @@ def _smoothed(new: Any, original: nn.Module, stats: SiteStatistics) -> None:
     device = original._parameters["weight"].device  # type: ignore[union-attr]
     for name in SMOOTHING:
         given = getattr(stats, name)
-        new.register_buffer(name, None if given is None else given.to(device), persistent=False)
+        if given is None:
+            setattr(new, name, None)  # no empty buffer, which hooks that move buffers do not expect
+        else:
+            new.register_buffer(name, given.to(device), persistent=False)
     bias = original._parameters.get("bias")
     if bias is not None and stats.divisors is not None:
         divided = stats.vector(bias.detach()).to(bias.dtype)

@@ -27,7 +27,7 @@ class Int8Grid:
 
     def fit(self, groups: Tensor, dtype: torch.dtype, shrink: float = 1.0) -> tuple[Tensor, None]:
         """scale[N, G] of groups[N, G, g]. shrink: of the range that the codes cover."""
-        return (groups.abs().amax(dim=2) * (shrink / 127)).to(dtype), None
+        return (groups.abs().amax(dim=2) * shrink / 127).to(dtype), None
 
     def codes(self, groups: Tensor, scale: Tensor, offset: None = None) -> Tensor:
         """q[N, G, g], integers -127..127 in float32, of the nearest values."""

@@ -137,7 +137,8 @@ def _storage_at(name: str, address: int) -> Any:
     """The storage of a live CPU tensor that holds an address."""
     torch = sys.modules.get("torch")
     for one in gc.get_objects() if torch else []:
-        if torch and issubclass(type(one), torch.Tensor) and one.device.type == "cpu" and not one.is_sparse:
+        # of its own classes alone: tensors that only stand for others, as compilers trace with, have no address
+        if torch and type(one) in (torch.Tensor, torch.nn.Parameter) and one.device.type == "cpu" and not one.is_sparse:
             storage = one.untyped_storage()
             if storage.data_ptr() <= address < storage.data_ptr() + storage.nbytes():
                 return storage
