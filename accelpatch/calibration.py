@@ -80,13 +80,15 @@ def of_request(model: nn.Module, request: Request, writing: Writing, notes: list
     made: dict[str, SiteStatistics] = {}
     if rounding.of_channels(planned):
         made = _by_channels(model, request, batches)
+    elif given is not None:
+        notes.append("the statistics were not used: this recipe rounds by texts (data=...)")
     if by_rounding:
         with apply.naming(type(model).__name__, "its weights were rounded"):
             kept = _kept(model, request, batches)
-            found, said = rounding.rounded(
-                planned, model, batches, lambda done, total: watch("calibrate", done, total), kept
+            made, said = rounding.rounded(
+                planned, model, batches, lambda done, total: watch("calibrate", done, total), kept, made
             )
-        made, notes[:] = {**made, **found}, [*notes, *said]
+        notes += said
     return made
 
 

@@ -89,15 +89,9 @@ def floats_of(entry: Entry, made: Mapping[str, Tensor]) -> list[tuple[nn.Paramet
     found = []
     for name in (UP, DOWN):
         parts: Sequence[Any] = [made[f"{name}_q"], made[f"{name}_scale"], made.get(f"{name}_offset")]
-        kind: Callable[..., Any] = Int8Rows if parts[0].shape[-1] == entry_k(entry, name) else Int4Rows
+        kind: Callable[..., Any] = Int8Rows if cast(Any, entry.replacer).bits == 8 else Int4Rows
         each = [dequantize(kind(*(one[expert] for one in parts if one is not None))) for expert in range(len(parts[0]))]
         parameter = module._parameters[name]
         assert parameter is not None
         found.append((parameter, original_of(form, name, torch.stack(each))))
     return found
-
-
-def entry_k(entry: Entry, name: str) -> int:
-    """K of a site's experts."""
-    k: int = cast(Any, entry.choice).detail["shapes"][name][1]
-    return k

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import torch
@@ -32,6 +33,7 @@ from accelpatch.replacers.smoothing import CHANNELS, SEARCH, as_norm_holds
 from accelpatch.replacers.weight_kernels import weight_of
 from accelpatch.replacers.weight_only import WeightOnly
 
+NOTHING: Mapping[str, SiteStatistics] = MappingProxyType({})
 UNREACHED = "no calibration token reached it: rounded to the nearest values"
 OF_EXPERTS = "of experts that no calibration token reached: rounded to the nearest values"
 OUTSIDE = "outside of the layers: rounded to the nearest values"
@@ -74,14 +76,15 @@ def rounded(
     batches: Sequence[Mapping[str, Any]],
     progress: Callable[[int, int], None],
     kept: Kept | None = None,
+    given: Mapping[str, SiteStatistics] = NOTHING,
 ) -> tuple[dict[str, SiteStatistics], list[str]]:
     """Path -> what the replacement there is built with; and notes for the report.
 
-    batches: each the keyword arguments of one call. kept: where finished blocks are, and are put. The model is as it
-    was when this returns. Raises KernelError, naming the site, for activations that are not finite, and PlanError for
-    weights that are offloaded.
+    batches: each the keyword arguments of one call. kept: where finished blocks are, and are put. given: smoothing that
+    is settled already, which weights take in before they are rounded. The model is as it was when this returns. Raises
+    KernelError, naming the site, for activations that are not finite, and PlanError for weights that are offloaded.
     """
-    work = _Work.of(plan)
+    work = _Work.of(plan, given)
     blocks, runner, done = blocks_of(work.entries), Blocks(model, batches), 0
 
     def step() -> None:
@@ -137,7 +140,7 @@ class _Work:
     unreached: int = 0  # matrices of experts
 
     @classmethod
-    def of(cls, plan: Plan) -> _Work:
+    def of(cls, plan: Plan, given: Mapping[str, SiteStatistics]) -> _Work:
         groups = searched_groups(plan)
         smoothed = {path for group in groups for path in group.consumers}
         entries = {
@@ -147,7 +150,8 @@ class _Work:
         }
         if away := next((path for path, one in entries.items() if is_offloaded(one.site.original)), None):
             raise PlanError(f"{away} is offloaded, and rounding by calibration changes weights: load the model whole")
-        return cls(entries, {site.path: site for entry in plan.replaced for site in entry.sites}, groups)
+        sources = {site.path: site for entry in plan.replaced for site in entry.sites}
+        return cls(entries, sources, groups, dict(given))
 
     def make(self, paths: Sequence[str], observed: _Observed) -> None:
         """Smooth and round the weights of these sites."""

@@ -61,7 +61,6 @@ class WeightOnly(CalibratedReplacer, LinearReplacer):
     wanted: ClassVar[Any] = None  # group sizes, where a rule says none; a number: the only one
     dtypes: ClassVar[tuple[torch.dtype, ...]]  # of scales, the usual one first
     codes: ClassVar[str] = ""
-    smooths = True
 
     def quantized(self, weight: Tensor, detail: Mapping[str, Any]) -> RowMajor:
         """A float weight [N, K] in the format."""
@@ -135,6 +134,7 @@ class Int8WeightOnly(WeightOnly):
     """
 
     name = "int8_weight_only"
+    smooths = True
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {
         "group_size": (int, list, type(None)),
         "half_scales": (bool,),
@@ -168,6 +168,7 @@ class Int4WeightOnly(WeightOnly):
     """4-bit weights in groups along K, with a float16 minimum, an integer zero point (zero_point), or symmetric."""
 
     name = "int4_weight_only"
+    smooths = True
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {
         "group_size": (int, list), "symmetric": (bool,), "zero_point": (bool,), **CALIBRATED
     }  # fmt: skip

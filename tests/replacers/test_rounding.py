@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,24 @@ def test_what_is_read_back_is_the_weight_without_smoothing() -> None:
     assert len(smoothed) == 7 * len(model.model.layers)
     for path, weight in weights_of(model).items():
         assert float((weight - plain[path]).norm() / plain[path].norm()) < 0.25
+
+
+def test_smoothing_of_a_given_strength_is_in_what_gptq_rounds() -> None:
+    """The norm gives divided values then, and the weight has to be made for these."""
+    model = correlated()
+    due = logits(model, full_batch())
+    asked = replace(recipe("gptq"), calibrate={**TEXT, "alpha": 0.5})
+    accelpatch.patch(model, asked, verify=False, progress=False)
+    assert sum(getattr(one, "factors", None) is not None for one in model.modules()) == 7 * len(model.model.layers)
+    assert logits(model, full_batch()).sub(due).norm() < 0.3 * due.norm()
+
+
+def test_a_codebook_beside_smoothing_stays_as_it_is() -> None:
+    rule = {"name": "linear", "replace": "nf4_weight_only", "options": {"group_size": 32}}
+    asked = {"name": "r", "extends": "int4", "rules": [rule], "calibrate": {**TEXT, "alpha": "search"}}
+    plan = accelpatch.plan(CAUSAL["llama"].make(), asked)
+    assert plan.groups == ()
+    assert not plan.calibrates
 
 
 def test_8_bits_and_the_head() -> None:
