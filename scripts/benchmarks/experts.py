@@ -92,7 +92,8 @@ def why_not(size: tuple[int, int, int, int], kind: str) -> str | None:
     for n, k in ((2 * inner, width), (width, inner)):
         if held.group and k % held.group:
             return f"groups of {held.group} do not divide {k}"
-        if held.tiled and (reason := expert_tiles.unfit(n, k, held.group, None, held.codes)):
+        scales = None if held.codes else torch.bfloat16
+        if held.tiled and (reason := expert_tiles.unfit(n, k, held.group, scales, held.codes)):
             return reason
     return None
 

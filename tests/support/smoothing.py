@@ -59,7 +59,7 @@ def made_up(model: nn.Module, least: float = LEAST, most: float = MOST) -> Stati
 def smoothing_of(model: nn.Module, statistics: Statistics | None = None) -> dict[str, SiteStatistics]:
     """Path -> factors and divisors by the recipe smoothquant."""
     plan = accelpatch.plan(model, "smoothquant")
-    return site_statistics(plan, statistics or made_up(model), lambda done, total: None)
+    return site_statistics(plan, plan.groups, statistics or made_up(model), lambda done, total: None)
 
 
 def smoothed(model: Any, found: Mapping[str, SiteStatistics], dtype: torch.dtype) -> Any:
