@@ -63,6 +63,11 @@ class Arch:
         return f"{has} ({self.name})"
 
 
+def nvidia_arch(number: int) -> str:
+    """The arch of a compute capability: "sm_90" of 90."""
+    return f"sm_{number}"
+
+
 def _cdna(name: str, lds: int, fp8: str | None, card: str, gib: float, bandwidth: float) -> Arch:
     return Arch(
         name, "amd", 64, 32, 4, lds * KIB, lds * KIB, matrix="mfma", fp8=fp8, card=card, memory=int(gib * GIB),
@@ -76,7 +81,7 @@ def _sm(
 ) -> Arch:  # fmt: skip
     hopper, block = number >= 90, shared - (number >= 80)  # from Ampere on 1 KiB of each block is the system's
     return Arch(
-        f"sm_{number}", "nvidia", 32, waves, 4, shared * KIB, block * KIB, hopper, hopper, matrix, fp8, card,
+        nvidia_arch(number), "nvidia", 32, waves, 4, shared * KIB, block * KIB, hopper, hopper, matrix, fp8, card,
         int(gib * GIB), bandwidth,
     )  # fmt: skip
 
@@ -186,7 +191,7 @@ def gpu_from_properties(properties: Any, *, hip: bool, index: int | None) -> Dev
         known = facts_of(arch)
         vendor, wave_size = "amd", known.wave_size if known else 64 if arch.startswith("gfx9") else 32
     else:
-        vendor, arch, wave_size = "nvidia", f"sm_{properties.major}{properties.minor}", 32
+        vendor, arch, wave_size = "nvidia", nvidia_arch(10 * properties.major + properties.minor), 32
     return Device("cuda", vendor, arch, properties.name, int(properties.total_memory), wave_size, index)
 
 

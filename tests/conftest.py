@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accelpatch.models import catalog, load
 from accelpatch.progress import quiet
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a shell's background jobs; the programs that tests start and interrupt would ignore it too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

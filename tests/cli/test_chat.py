@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -141,7 +143,7 @@ def test_ctrl_c_ends_an_answer_and_keeps_what_was_said(command: list[str], tmp_p
     assert len(answer["content"]) > 0
 
 
-def test_a_terminal(command: list[str], tmp_path: Path) -> None:
+def test_a_terminal(command: list[str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """A message, Ctrl-C in its answer, Ctrl-C at the next prompt, Ctrl-D."""
     controller, terminal = pty.openpty()
     program = "import os, sys; os.login_tty(0); os.execv(sys.argv[1], sys.argv[1:])"  # Ctrl-C of its terminal is SIGINT
@@ -149,11 +151,13 @@ def test_a_terminal(command: list[str], tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", program, *command], env=environment() | {"TERM": "dumb"}, cwd=tmp_path, **streams
     )
+    request.addfinalizer(process.kill)
     os.close(terminal)
 
     def until(words: str) -> str:
-        seen = b""
+        seen, ends = b"", time.monotonic() + 120
         while words.encode() not in seen:
+            assert select.select([controller], [], [], max(0.0, ends - time.monotonic()))[0], seen
             seen += os.read(controller, 1)
         return seen.decode(errors="replace")
 

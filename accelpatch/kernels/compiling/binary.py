@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelpatch.device import nvidia_arch
 from accelpatch.errors import KernelError
 from accelpatch.kernels.compiling import msgpack
 from accelpatch.kernels.compiling.parameters import FLOAT, INTEGER, POINTER, POINTER_BYTES, UNKNOWN, VALUE, Parameter
@@ -149,7 +150,7 @@ def _of_cubin(data: bytes) -> Binary:
             kernels[name.removeprefix(".nv.info.")] = tuple(
                 Parameter(UNKNOWN if sizes[at] in (1, 2, 4, 8) else VALUE, sizes[at]) for at in range(len(sizes))
             )
-    return Binary(f"sm_{number}", kernels)
+    return Binary(nvidia_arch(number), kernels)
 
 
 def _kernel_parameters(info: bytes) -> Iterator[tuple[int, int]]:
