@@ -12,7 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from accelpatch.models import catalog, load
 from accelpatch.progress import quiet
 
-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in a shell's background jobs; the programs that tests start and interrupt would ignore it too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
