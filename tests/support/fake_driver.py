@@ -41,11 +41,10 @@ def library() -> ctypes.CDLL:
 class FakeDriver(driver.Driver):
     """As the real one, on the stand-in."""
 
-    def current_device(self) -> int:
-        return HERE
-
-    def current_stream(self, index: int) -> int:
-        return STREAM
+    def __init__(self, names: driver.Names, library: ctypes.CDLL):
+        super().__init__(names, library)
+        self.current_device = lambda: HERE
+        self.current_stream = lambda index: STREAM
 
     def on(self, index: int) -> Any:
         return nullcontext()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
 from dataclasses import dataclass
@@ -24,9 +24,13 @@ MAX_DYNAMIC_SHARED = 8  # NVIDIA: to be raised for more than 48 KiB
 WITHOUT_ASKING = 48 << 10
 
 
+Sizes = tuple[int, int, int, int, int, int, int]
+
+
 @dataclass(frozen=True)
 class Names:
-    """A driver's functions, and its library where torch has not loaded it. shared: sets the most shared memory."""
+    """A driver's functions, and its library where torch has not loaded it. shared: sets the most shared memory.
+    launch_config: a function that launches by a structure, where the driver is new enough to have it."""
 
     vendor: str
     library: tuple[str, ...]
@@ -36,13 +40,15 @@ class Names:
     launch: str
     error: str
     shared: str = ""
+    launch_config: str = ""
     context: str = ""
 
 
 NAMES = {
     "nvidia": Names(
         "nvidia", ("libcuda.so.1",), "cuModuleLoadDataEx", "cuModuleGetFunction", "cuFuncGetAttribute",
-        "cuLaunchKernel", "cuGetErrorString", shared="cuFuncSetAttribute", context="cuDevicePrimaryCtxRetain",
+        "cuLaunchKernel", "cuGetErrorString", shared="cuFuncSetAttribute",
+        launch_config="cuLaunchKernelEx", context="cuDevicePrimaryCtxRetain",
     ),
     "amd": Names(
         "amd", ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"), "hipModuleLoadData",
@@ -51,14 +57,33 @@ NAMES = {
 }  # fmt: skip
 
 
+class _Config(ctypes.Structure):
+    """CUlaunchConfig: sizes, a stream, and no attributes."""
+
+    _fields_ = (
+        *((name, c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", c_void_p), ("attributes", c_void_p), ("count", c_uint),
+    )  # fmt: skip
+
+
 class Driver:
-    """A vendor's driver. launch: its C function, (function, grid x y z, block x y z, shared bytes, stream, addresses of
-    the arguments, NULL) -> status. Ints of Python are C ints to it and pointers are ctypes objects, made before: with
-    declared types each call would convert all eleven, which takes longer than the rest of it."""
+    """A vendor's driver. launch: its C function, (*launch_words, addresses of the arguments, NULL) -> status. Ints of
+    Python are C ints to it and pointers are ctypes objects, made before: with declared types each call would convert
+    all of them, which takes longer than the rest of it."""
 
     def __init__(self, names: Names, library: ctypes.CDLL):
         self.names, self.library = names, library
-        self.launch = getattr(library, names.launch)
+        self._config = bool(names.launch_config) and hasattr(library, names.launch_config)
+        self.launch = getattr(library, names.launch_config if self._config else names.launch)
+        # Torch's current device, whose context it has made: there is a tensor on it; and its current stream on one, as
+        # a C pointer. They are torch's own functions, as a method around each would cost a launch more than they take.
+        self.current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+        self.current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream)
+
+    def launch_words(self, function: c_void_p, sizes: Sizes, stream: c_void_p) -> tuple[Any, ...]:
+        """What `launch` takes first, for a kernel: grid x, y, z, block x, y, z, bytes of shared memory, and a stream.
+        A structure that is written once costs each launch less than nine numbers."""
+        return (byref(_Config(*sizes, stream)), function) if self._config else (function, *sizes, stream)
 
     def bind(self, index: int) -> None:
         """Make a device's context this thread's, which launches on another than torch's threads may not have."""
@@ -119,19 +144,13 @@ class Driver:
         of_status(status, byref(text))
         return (text.value or b"unknown").decode()
 
-    def current_device(self) -> int:
-        """Torch's current device. Torch has made its context before: there is a tensor on it."""
-        index: int = torch._C._cuda_getDevice()
-        return index
-
-    def current_stream(self, index: int) -> int:
-        """Torch's current stream on a device, as a C pointer."""
-        stream: int = torch._C._cuda_getCurrentRawStream(index)
-        return stream
-
     def on(self, index: int) -> AbstractContextManager[Any]:
         """Context manager: a device is the current one."""
         return nullcontext() if self.current_device() == index else torch.cuda.device(index)
+
+
+def _stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """A compiled kernel that is loaded on a device, and its launches.
 
-What a launch costs the host is what its driver takes and a few microseconds: sizes that were checked are remembered,
+What a launch costs the host is what its driver takes and a few microseconds: the sizes of the last one are remembered,
 the memory for arguments is there (each thread has its own), and so is the driver's function with its C types.
 """
 
@@ -24,8 +24,6 @@ from accelpatch.kernels.compiling.parameters import Parameter
 
 GRID = (2**31 - 1, 65535, 65535)  # the most blocks of a launch, by the CUDA programming guide and HIP's
 BLOCK = (1024, 1024, 64)
-MOST_REMEMBERED = 4096
-Dims = tuple[int, int, int, int, int, int, int]
 
 _modules: dict[tuple[int, str], c_void_p] = {}
 _lock = threading.Lock()
@@ -49,6 +47,15 @@ class _Local(threading.local):
     arguments: Arguments | None = None
 
 
+class _Launch:
+    """The sizes and the stream of a launch as they were given, and `words`, what the driver's function takes first."""
+
+    __slots__ = ("block", "grid", "shared", "stream", "words")
+
+    def __init__(self, grid: Any, block: Any, shared: int, stream: int, words: tuple[Any, ...]):
+        self.grid, self.block, self.shared, self.stream, self.words = grid, block, shared, stream, words
+
+
 class LoadedKernel:
     """A kernel on a device. names: of the parameters, for messages. name: in the file; shown: as the program has it."""
 
@@ -63,16 +70,11 @@ class LoadedKernel:
         self.threads = self.driver.attribute(self.function, driver.MAX_THREADS)
         self.static_shared = self.driver.attribute(self.function, driver.STATIC_SHARED)
         self._most_shared = 0
-        self._dims: dict[Any, Dims] = {}
-        self._streams: dict[int, c_void_p] = {}
+        self._last = _Launch(None, None, 0, 0, ())
         self._local = _Local()
 
     def launch(self, grid: Any, block: Any, values: Sequence[Any], shared: int, stream: Any) -> None:
         """Launch it on `stream`, or on torch's current one. Raises ArgumentError and KernelError; nothing ran then."""
-        try:
-            dims = self._dims[(*grid, None, *block, shared)]
-        except (KeyError, TypeError):
-            dims = self._checked(grid, block, shared)
         arguments = self._local.arguments or self._bound()
         if len(values) != len(self.names):
             raise ArgumentError(self._count(len(values)))
@@ -80,17 +82,22 @@ class LoadedKernel:
         by, index = self.driver, self.index
         if by.current_device() != index:
             with by.on(index):
-                self.start(dims, arguments, stream)
+                self.launch(grid, block, values, shared, stream)
             return
-        self.start(dims, arguments, stream)
+        at = by.current_stream(index) if stream is None else pointer_of(stream)
+        last = self._last
+        if not (grid == last.grid and block == last.block and shared == last.shared and at == last.stream):
+            last = self._prepared(grid, block, shared, at)
+        if status := by.launch(*last.words, arguments.addresses, None):
+            by.check(status, f"{self.shown} was not launched with grid {grid}, block {block}")
 
-    def start(self, dims: Dims, arguments: Arguments, stream: Any) -> None:
-        """Launch with what was checked, on the current device."""
-        by = self.driver
-        at = by.current_stream(self.index) if stream is None else pointer_of(stream)
-        on = self._streams.get(at) or self._streams.setdefault(at, c_void_p(at))
-        if status := by.launch(self.function, *dims, on, arguments.addresses, None):
-            by.check(status, f"{self.shown} was not launched with grid {dims[:3]}, block {dims[3:6]}")
+    def _prepared(self, grid: Any, block: Any, shared: int, stream: int) -> _Launch:
+        """A launch of these sizes, checked, which is remembered. Raises ArgumentError."""
+        words = self.driver.launch_words(self.function, self._checked(grid, block, shared), c_void_p(stream))
+        if isinstance(grid, (list, tuple)) and isinstance(block, (list, tuple)):
+            self._last = _Launch(grid[:], block[:], shared, stream, words)
+            return self._last
+        return _Launch(grid, block, shared, stream, words)
 
     def _bound(self) -> Arguments:
         """This thread's memory for arguments; on this device it has the device's context from now on."""
@@ -104,8 +111,8 @@ class LoadedKernel:
         names = ", ".join(self.names)
         return f"{self.shown} takes {len(self.names)} arguments after grid and block ({names}), not {given}"
 
-    def _checked(self, grid: Any, block: Any, shared: Any) -> Dims:
-        """The sizes of a launch, which is remembered. Raises ArgumentError where they are beyond the device's."""
+    def _checked(self, grid: Any, block: Any, shared: Any) -> driver.Sizes:
+        """The sizes of a launch. Raises ArgumentError where they are beyond the device's."""
         sizes = (*three(grid, GRID, f"{self.shown}: grid"), *three(block, BLOCK, f"{self.shown}: block"))
         threads = sizes[3] * sizes[4] * sizes[5]
         if threads > self.threads:
@@ -124,12 +131,7 @@ class LoadedKernel:
         if shared > self._most_shared:
             self.driver.allow_shared(self.function, shared)
             self._most_shared = shared
-        if len(self._dims) >= MOST_REMEMBERED:
-            self._dims.clear()
-        made: Dims = (*sizes, shared)
-        if isinstance(grid, (list, tuple)) and isinstance(block, (list, tuple)):
-            self._dims[(*grid, None, *block, shared)] = made
-        return made
+        return *sizes, shared
 
 
 def three(sizes: Any, most: tuple[int, int, int], what: str) -> tuple[int, int, int]:
