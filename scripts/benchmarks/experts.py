@@ -2,10 +2,10 @@
 
     python scripts/bench.py experts [--shapes mixtral qwen3_moe] [--device cuda] [--dtype bfloat16] [--layers 8]
         [--cases 1x128+128 32x128+128 1x512+1] [--recipes exact int8 int4] [--repeats 5] [--only kernels] [--tiles]
-        [--tiny]
+        [--kinds "MXFP4 in tiles"] [--tiny]
 
-First every kind of weight, with few tokens and many, is held to the float rule, by each implementation that can run; a
-failure ends the run. Then the kernels on one layer of each shape, by each of them, with the share of the device's read
+First each of `--kinds` of weights, with few tokens and many, is held to the float rule, by each implementation that can
+run; a failure ends the run. Then the kernels on one layer of each shape, by each of them, with the share of the device's read
 limit of the bytes of the experts that are chosen; with `--tiles` for several sizes of Triton's tiles. Then whole models
 of random weights, patched as users patch them, with the share of the read limit of the bytes that a token needs. Stock
 transformers runs first and last. `--tiny` takes sizes that a CPU runs in seconds.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +81,7 @@ OPTIONS = (
     Option("shapes", ["mixtral", "qwen3_moe"], "Shapes of the models.", SHAPES), cases(CASES),
     *common(device="cuda", dtype="bfloat16", recipes=["exact", "int8", "int4"], repeats=5),
     Option("layers", 8, "Layers of a model."),
+    Option("kinds", list(KINDS), "Weights of the kernels that are timed by themselves.", KINDS),
     Option("only", None, "A part alone; the checks come first in any.", ["kernels", "models"]),
     Option("tiles", False, "Time the kernels for one token by many tiles."), TINY,
 )  # fmt: skip
@@ -124,12 +125,14 @@ def arguments_of(
     return x, ids, routing, *weights[0], *weights[1], *gate, None
 
 
-def calls_to_check(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Every case of the operation, and rows of a large layer."""
+def calls_to_check(
+    device: torch.device, dtype: torch.dtype, kinds: Sequence[str]
+) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Rows of a large layer of each kind; where all are timed, every case of the operation before."""
     generator = torch.Generator().manual_seed(5)
-    for case in dispatch.kernel(experts.OP).cases():
+    for case in dispatch.kernel(experts.OP).cases() if len(kinds) == len(KINDS) else ():
         yield case.id, case.make(generator, dtype, device)
-    for kind in KINDS:
+    for kind in kinds:
         weights = weights_of(CHECKED, kind, device, dtype)
         for tokens in (1, 3, 40, 300):
             yield f"{kind}, {tokens} tokens", arguments_of(CHECKED, weights, tokens, device, dtype)
@@ -156,7 +159,7 @@ def kernels(asked: argparse.Namespace, limit: float) -> list[dict[str, Any]]:
     """Times of one layer's experts."""
     device, dtype = torch.device(asked.device), getattr(torch, asked.dtype)
     printed = Table("the experts of one layer; shares of the read limit")
-    for shape, kind in itertools.product(asked.shapes, KINDS):
+    for shape, kind in itertools.product(asked.shapes, asked.kinds):
         size = (8, 256, 128, 2) if asked.tiny else SHAPES[shape][2]
         if reason := why_not(size, kind):
             print(f"{shape}, {kind}: {reason}", flush=True)
@@ -249,7 +252,7 @@ def models(asked: argparse.Namespace, limit: float) -> dict[str, Any]:
 def run(asked: argparse.Namespace) -> dict[str, Any]:
     """Check, then the parts that were asked for."""
     found, device = dict[str, Any](), torch.device(asked.device)
-    check(experts.OP, calls_to_check(device, getattr(torch, asked.dtype)), device)
+    check(experts.OP, calls_to_check(device, getattr(torch, asked.dtype), asked.kinds), device)
     limit = read_limit(device).bytes_per_second
     print(f"read limit {limit / 1e9:.0f} GB/s")
     if asked.tiny and asked.cases == CASES:
