@@ -5,10 +5,10 @@
         [--kinds "MXFP4 in tiles"] [--tiny]
 
 First each of `--kinds` of weights, with few tokens and many, is held to the float rule, by each implementation that can
-run; a failure ends the run. Then the kernels on one layer of each shape, by each of them, with the share of the device's read
-limit of the bytes of the experts that are chosen; with `--tiles` for several sizes of Triton's tiles. Then whole models
-of random weights, patched as users patch them, with the share of the read limit of the bytes that a token needs. Stock
-transformers runs first and last. `--tiny` takes sizes that a CPU runs in seconds.
+run; a failure ends the run. Then the kernels on one layer of each shape, by each of them, with the share of the
+device's read limit of the bytes of the experts that are chosen; with `--tiles` for several sizes of Triton's tiles.
+Then whole models of random weights, patched as users patch them, with the share of the read limit of the bytes that a
+token needs. Stock transformers runs first and last. `--tiny` takes sizes that a CPU runs in seconds.
 """
 
 from __future__ import annotations
