@@ -26,7 +26,7 @@ from tests.support.checkpoints import saved as save
 from tests.support.packed import plain
 
 SECONDS, BYTES = 1, 64 << 20
-EVERY, SOME = 2_000, 100  # of each of six readers
+EVERY, SOME = 2_000, 50  # of each of six readers
 FUZZ = settings(
     deadline=None,
     derandomize=True,

@@ -39,7 +39,8 @@ FORMS = ("nvidia", "alone", "gfx942", "gfx90a")
 CASES = [(name, torch.bfloat16) for name in FORMATS]
 CASES += [(name, torch.float16) for name in ("plain", "fp8", "int8", "int4_g128_minimum")]
 # their group sizes and offsets are those of others too; NVIDIA's form runs them all
-SHOWN_BY_OTHERS = ("int8_g32", "int8_g128", "int4_g128", "int4_g64", "int4_g32_minimum", "int4_row_zero")
+SHOWN_BY_OTHERS = ("int8_g32", "int8_g128", "int4_g128", "int4_g64", "int4_g32_minimum", "int4_row_zero",
+                   "nf4_g64", "fp4_g64")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

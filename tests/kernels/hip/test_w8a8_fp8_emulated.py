@@ -68,11 +68,12 @@ def forms(*, portable: bool = False) -> pytest.MarkDecorator:
 @pytest.mark.parametrize(
     "form, kind, dtype, static",
     [
-        pytest.param(form, kind, dtype, static, marks=pytest.mark.nightly if static or repeats(form, kind) else ())
+        pytest.param(form, kind, dtype, static, marks=pytest.mark.nightly if again else ())
         for form, kind in FORMS
         for dtype in binding.DTYPES
         for static in (False, True)
         if not repeats(form, kind) or (dtype == torch.bfloat16 and not static)
+        for again in [static or repeats(form, kind) or (form != "nvidia" and dtype == torch.float16)]
     ],
     ids=str,
 )

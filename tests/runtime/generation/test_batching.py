@@ -109,7 +109,9 @@ def test_tokens_are_those_of_stock(way: str, recipe: str, implementation: str) -
     assert set(names(model)) == {implementation}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(one, marks=pytest.mark.nightly if one in ("partly", "int8") else ()) for one in RECIPES]
+)
 def test_one_prompt_of_one_row(recipe: str, machine: str) -> None:
     """Whose calls are for one token, over pages."""
     due = by_generate_batch(made("sdpa"), PROMPTS[:1])
