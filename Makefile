@@ -58,6 +58,7 @@ gate: .venv/ready
 
 # Archs that are compiled and not run; outside of make test.
 gate-all: gate
+	.venv/bin/python scripts/amd_gate.py --wheels .venv/gate --all
 	@if [ -d .venv/gate/aiter_meta ]; then .venv/bin/python scripts/ck_gate.py --wheels .venv/gate --all; fi
 	.venv/bin/python scripts/nvidia_gate.py
 

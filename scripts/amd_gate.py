@@ -1,15 +1,17 @@
 """Compiles every HIP kernel for gfx90a, gfx942 and gfx950 without a GPU; reads the assembly against a checked-in table.
 
-    python scripts/amd_gate.py --wheels DIR [--write]
+    python scripts/amd_gate.py --wheels DIR [--all] [--write]
 
 DIR holds the unpacked `triton` and `ziglang` wheels (``triton/``, ``ziglang/`` or ``zig/ziglang/`` somewhere below it).
-Needs clang-19, lld-19, llvm-19, libamdhip64-dev, rocm-device-libs. `make gate` installs all that and runs this. Says
-nothing about speed.
+Needs clang-19, lld-19, llvm-19, libamdhip64-dev, rocm-device-libs. `make gate` installs all that and runs this. The
+table has a digest of everything that a source's figures follow from: what has not changed since is not compiled again,
+but with --all, as `make gate-all` does. Says nothing about speed.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -18,6 +20,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from accelpatch.kernels.compiling import occupancy, resources
 from accelpatch.kernels.compiling.occupancy import Resources
@@ -67,6 +70,7 @@ MEANT_FP8 = {
     ("gfx950", "0"): r"v_mfma_f32_16x16x32_fp8_fp8",
     ("gfx950", "1"): r"v_mfma_f32_16x16x16_f16",
 }
+NOT_HELD = "not in the table"
 CEILINGS = {"vgprs": "at most", "sgpr_spills": "at most", "lds": "at most", "waves": "at least"}
 
 
@@ -166,7 +170,7 @@ def faults(arch: str, taken: Resources, code: str) -> list[str]:
 def over(found: dict[str, int], held: dict[str, int] | None) -> list[str]:
     """What is worse than the table says."""
     if held is None:
-        return ["not in the table"]
+        return [NOT_HELD]
     worse = {"at most": lambda now, then: now > then, "at least": lambda now, then: now < then}
     return [
         f"{key} is {found[key]}, {word} {held[key]} in the table"
@@ -196,28 +200,47 @@ def commands(wheels: Path, folder: Path) -> dict[str, list[str]]:
     return found
 
 
-def compiled(wheels: Path, folder: Path) -> dict[tuple[str, str], str]:
-    """(arch, source) -> assembly of everything, as many at a time as there are cores."""
-    by_arch = commands(wheels, folder)
-    jobs = [(arch, kernel) for arch in ARCHS for kernel in KERNELS]
+def digest(command: list[str], libraries: Path, source: Path) -> str:
+    """Of all that the figures of a source follow from: it and its headers, the compiler, its flags, the device
+    libraries, and what reads the assembly."""
+    text = subprocess.run([*command, f"-I{SOURCES}", "-E", "-P", str(source)], check=True, capture_output=True).stdout
+    program = command[: command.index("-x")]
+    version = subprocess.run([*program, "--version"], check=True, capture_output=True).stdout
+    found = hashlib.sha256(version.partition(b"\n")[0] + text)
+    found.update(" ".join(word for word in command if "/" not in word).encode())
+    for one in (*sorted(libraries.glob("*.bc")), Path(__file__), Path(occupancy.__file__), Path(resources.__file__)):
+        found.update(hashlib.sha256(one.read_bytes()).digest())
+    return found.hexdigest()
 
-    def assembly(job: tuple[str, str]) -> str:
+
+def checked(wheels: Path, folder: Path, held: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The table of what is here, and faults. A source whose digest the table has is taken from it, not compiled."""
+    by_arch = commands(wheels, folder)
+
+    def one(job: tuple[str, str]) -> tuple[str, dict[str, Any], list[str]]:
         arch, kernel = job
-        source = next(SOURCES.rglob(f"{kernel}.hip"))
-        return build(arch, source, by_arch[arch], wheels, folder / f"{kernel}.{arch}")
+        key, source = f"{arch} {kernel}", next(SOURCES.rglob(f"{kernel}.hip"))
+        of_inputs = digest(by_arch[arch], BITCODE if ARCHS[arch] is None else folder / arch, source)
+        if key in held and held[key]["digest"] == of_inputs:
+            return key, held[key], []
+        assembly = build(arch, source, by_arch[arch], wheels, folder / f"{kernel}.{arch}")
+        found, bad = examine(arch, assembly)
+        before = held.get(key, {"kernels": {}})["kernels"]
+        bad += [f"{name}: {line}" for name in found for line in over(found[name], before.get(name))]
+        bad += [f"{name}: in the table, but no longer built" for name in before.keys() - found.keys()]
+        return key, {"digest": of_inputs, "kernels": found}, [f"{arch} {line}" for line in bad]
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        texts = pool.map(assembly, jobs)
-        return dict(zip(jobs, texts, strict=True))
+        made = list(pool.map(one, [(arch, kernel) for arch in ARCHS for kernel in KERNELS]))
+    return {key: entry for key, entry, _ in made}, [line for _, _, lines in made for line in lines]
 
 
-def examine(assemblies: dict[tuple[str, str], str]) -> tuple[dict[str, dict[str, int]], dict[str, list[str]]]:
-    """Figures of every kernel, and what is wrong with it in itself, by arch and mangled name."""
-    found, bad = {}, {}
-    for (arch, _), text in assemblies.items():
-        for name, taken in resources.of_assembly(text).items():
-            found[f"{arch} {name}"] = figures(arch, taken)
-            bad[f"{arch} {name}"] = faults(arch, taken, code_of(name, text))
+def examine(arch: str, assembly: str) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """Figures of every kernel of a source, by its mangled name, and what is wrong with them in themselves."""
+    found, bad = {}, []
+    for name, taken in resources.of_assembly(assembly).items():
+        found[name] = figures(arch, taken)
+        bad += [f"{name}: {line}" for line in faults(arch, taken, code_of(name, assembly))]
     return found, bad
 
 
@@ -225,19 +248,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheels", type=Path, required=True, metavar="DIR",
                         help="The folder with the unpacked wheels of triton and ziglang.")  # fmt: skip
+    parser.add_argument("--all", action="store_true",
+                        help="Compile everything, what has not changed since the table was written too.")  # fmt: skip
     parser.add_argument("--write", action="store_true",
                         help="Write the table anew instead of holding the build to it.")  # fmt: skip
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        found, bad = examine(compiled(options.wheels.resolve(), Path(name)))
-    if options.write:
-        TABLE.write_text(json.dumps(found, indent=1) + "\n")
     held = json.loads(TABLE.read_text())
-    lines = [f"{key}: {line}" for key in found for line in [*bad[key], *over(found[key], held.get(key))]]
-    lines += [f"{key}: in the table, but no longer built" for key in held.keys() - found.keys()]
-    print("\n".join(lines))
-    spills = max(taken["sgpr_spills"] for taken in found.values())
-    print(f"{len(found)} kernels for {', '.join(ARCHS)}, {len(lines)} faults; scalar spills at most {spills}")
+    known = {key: entry | {"digest": ""} for key, entry in held.items()} if options.all or options.write else held
+    with tempfile.TemporaryDirectory() as name:
+        found, lines = checked(options.wheels.resolve(), Path(name), {} if options.write else known)
+    lines = [line for line in lines if not (options.write and line.endswith(NOT_HELD))]
+    lines += [f"{key}: in the table, but no longer built" for key in held.keys() - found.keys() if not options.write]
+    if options.write and not lines:
+        TABLE.write_text(json.dumps(found, indent=1) + "\n")
+    kernels = [taken for entry in found.values() for taken in entry["kernels"].values()]
+    new = sum(found[key]["digest"] != known.get(key, {"digest": ""})["digest"] for key in found)
+    print("\n".join([*lines, f"{new} of {len(found)} sources compiled, the others have not changed since the table"]))
+    spills = max(taken["sgpr_spills"] for taken in kernels)
+    print(f"{len(kernels)} kernels for {', '.join(ARCHS)}, {len(lines)} faults; scalar spills at most {spills}")
     return bool(lines)
 
 

@@ -36,8 +36,11 @@ def gate() -> ModuleType:
 
 def test_the_table_holds_every_figure_of_every_arch(gate: ModuleType) -> None:
     held = json.loads(gate.TABLE.read_text())
-    assert {key.split()[0] for key in held} == set(gate.ARCHS)
-    assert all(list(figures) == list(gate.CEILINGS) for figures in held.values())
+    assert set(held) == {f"{arch} {kernel}" for arch in gate.ARCHS for kernel in gate.KERNELS}
+    every = [figures for entry in held.values() for figures in entry["kernels"].values()]
+    assert len(every) > 200
+    assert all(list(figures) == list(gate.CEILINGS) for figures in every)
+    assert all(len(entry["digest"]) == 64 for entry in held.values())
     assert {*gate.KERNELS, *NOT_OF_AMD} == {path.stem for path in gate.SOURCES.rglob("*.hip")}
 
 
@@ -71,6 +74,51 @@ def test_faults(gate: ModuleType, taken: Resources, code: str, words: str) -> No
     assert gate.faults("gfx942", GOOD, LOOP) == []
     [line] = gate.faults("gfx942", taken, code)
     assert words in line
+
+
+def test_what_has_changed_is_compiled_and_held_to_the_table(
+    gate: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    held = {f"{arch} {name}": {"digest": name, "kernels": {"k": HELD}} for arch in gate.ARCHS for name in gate.KERNELS}
+    built = []
+
+    def build(arch: str, source: Path, *rest: object) -> str:
+        built.append((arch, source.stem))
+        return ""
+
+    monkeypatch.setattr(gate, "commands", lambda wheels, folder: {arch: ["clang"] for arch in gate.ARCHS})
+    monkeypatch.setattr(gate, "digest", lambda command, libraries, source: source.stem)
+    monkeypatch.setattr(gate, "build", build)
+    monkeypatch.setattr(gate, "examine", lambda arch, assembly: ({"k": HELD | {"vgprs": 101}, "new": HELD}, []))
+    assert gate.checked(tmp_path, tmp_path, held) == (held, [])
+    assert built == []
+    held["gfx942 gemv"] = {"digest": "of before", "kernels": {"k": HELD, "gone": HELD}}
+    found, bad = gate.checked(tmp_path, tmp_path, held)
+    assert built == [("gfx942", "gemv")]
+    assert bad == [
+        "gfx942 k: vgprs is 101, at most 100 in the table",
+        "gfx942 new: not in the table",
+        "gfx942 gone: in the table, but no longer built",
+    ]
+    assert found["gfx942 gemv"]["digest"] == "gemv"
+
+
+def test_a_digest_is_of_all_that_a_compilation_reads(gate: ModuleType, tmp_path: Path) -> None:
+    """By a compiler that prints the text that it is given."""
+    program, source, header = tmp_path / "cc", tmp_path / "a.hip", tmp_path / "a.bc"
+    program.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 19 || cat "$(eval echo \\${$#})"\n')
+    program.chmod(0o755)
+    source.write_text("one")
+    header.write_text("bits")
+    of = lambda flag="-O3": gate.digest([str(program), "-x", "hip", flag], tmp_path, source)  # noqa: E731
+    before = of()
+    assert of() == before
+    assert of("-O2") != before
+    source.write_text("two")
+    assert of() != before
+    source.write_text("one")
+    header.write_text("other bits")
+    assert of() != before
 
 
 def test_every_triton_kernel_is_compiled_by_the_gate() -> None:
