@@ -70,6 +70,27 @@ def test_grid_block_and_arguments_arrive(gpu: FakeDriver, kernel: Any) -> None:
     assert kernel.__name__ == "test_kernel"
 
 
+def test_unusual_arguments_arrive(gpu: FakeDriver, kernel: Any) -> None:
+    """A parameter, a bool, a number that is beyond float32; the memory of the call before is all written again."""
+    kernel([1], [1], Q, Q, V, -1, 0.5)
+    kernel([1], [1], torch.nn.Parameter(Q), Q, V, True, 1e300)
+    assert [gpu.value(at) for at in range(4)] == [Q.data_ptr(), Q.data_ptr(), V.data_ptr(), 1]
+    assert gpu.value(4, ctypes.c_float) == float("inf")
+    kernel([1], [1], Q, Q, V, 2**31 - 1, float("nan"))
+    assert gpu.value(3) == 2**31 - 1
+    assert gpu.value(4, ctypes.c_float) != gpu.value(4, ctypes.c_float)
+
+
+def test_sizes_that_a_list_has_later_are_the_launchs(gpu: FakeDriver, kernel: Any) -> None:
+    grid = [3]
+    kernel(grid, [64], Q, Q, V, 1, 1.0)
+    grid[0] = 5
+    kernel(grid, (64,), Q, Q, V, 1, 1.0, stream=7)
+    assert (list(gpu.last.sizes[:4]), gpu.last.stream) == ([5, 1, 1, 64], 7)
+    with pytest.raises(ArgumentError, match="grid"):
+        kernel([], [64], Q, Q, V, 1, 1.0)
+
+
 def test_several_kernels_of_a_file_are_loaded_once(gpu: FakeDriver, kernel: Any, tmp_path: Path) -> None:
     @accelpatch.module(tmp_path / "file.ptx")
     def other(x, n): ...
