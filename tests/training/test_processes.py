@@ -1,4 +1,4 @@
-"""Two processes that train adapters of one patched model each, by DistributedDataParallel over gloo."""
+"""Two processes that train adapters of one patched model each, by DistributedDataParallel or FSDP2 over gloo."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import accelpatch
 from tests.support.lora import RECIPES, config, peft
@@ -35,20 +38,36 @@ def step(model: Any, *batches: torch.Tensor) -> dict[str, torch.Tensor]:
         (model(input_ids=ids, labels=ids).loss / len(batches)).backward()
     optimizer.step()
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    return {name: one.detach().clone() for name, one in inner.named_parameters() if one.requires_grad}
+    return {name: whole(one.detach()).clone() for name, one in inner.named_parameters() if one.requires_grad}
 
 
-def work(rank: int, folder: str, recipe: str) -> None:
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded(model: Any) -> Any:
+    """By FSDP2: the floats of each layer on its own, then the rest. Packed weights are no parameters and stay whole."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+WAYS = {"ddp": nn.parallel.DistributedDataParallel, "fsdp2": sharded}
+
+
+def work(rank: int, folder: str, recipe: str, way: str) -> None:
     torch.set_num_threads(1)
     place = f"file://{folder}/meeting"
     torch.distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=RANKS)
-    torch.save(step(nn.parallel.DistributedDataParallel(model_of(recipe)), batch(rank)), f"{folder}/{rank}.pt")
+    torch.save(step(WAYS[way](model_of(recipe)), batch(rank)), f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_what_one_learns_of_both_batches(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(work, (str(tmp_path), "train"), RANKS)
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_learn_what_one_learns_of_both_batches(way: str, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(work, (str(tmp_path), "train", way), RANKS)
     due = step(model_of("train"), *(batch(rank) for rank in range(RANKS)))
     for rank in range(RANKS):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
