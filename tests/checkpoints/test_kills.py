@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
 import accelpatch
 from accelpatch.checkpoints import replaced_folder, save
@@ -270,6 +272,7 @@ def _quantising(floats: Path, out: Path, after: float) -> int:
     """The exit status of a child that quantises over `out` and is killed some time after it began."""
 
     def act() -> None:
+        tqdm.set_lock(threading.RLock())  # its own is shared by processes: a killed child would hold it for ever
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         signal.setitimer(signal.ITIMER_REAL, after)
         accelpatch.api.quantize(str(floats), "int8", out, overwrite=True, max_shard_size="20KB")
