@@ -19,7 +19,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
-import accelpatch
+import accelpatch.api
 from accelpatch.checkpoints import replaced_folder, save
 from accelpatch.errors import SaveError
 from tests.support.checkpoints import digests, logits, opened
@@ -204,8 +204,7 @@ def test_a_full_disk(old: Path, models: Any, versions: Any, size: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
         _save(models[1], old)
 
-    assert _forked(act) == 3
-    assert digests(old) == versions[0]
+    assert (_forked(act), digests(old)) == (3, versions[0])
     assert [path.name for path in old.parent.iterdir()] == ["patched"]
 
 
@@ -286,9 +285,8 @@ def test_a_kill_at_any_time_of_quantize(floats: Path, tmp_path: Path) -> None:
     accelpatch.api.quantize(str(floats), "int8", tmp_path / "due", max_shard_size="20KB")
     accelpatch.api.quantize(str(floats), "int4", out)
     (out / "README.md").write_text("mine")
-    start = time.monotonic()
-    shutil.copytree(out, tmp_path / "copy")
-    assert _quantising(floats, tmp_path / "copy", 600) == 0
+    copy, start = shutil.copytree(out, tmp_path / "copy"), time.monotonic()
+    assert _quantising(floats, copy, 600) == 0
     whole = time.monotonic() - start
     versions = [digests(out), digests(tmp_path / "due") | {"README.md": digests(out)["README.md"]}]
     killed = 0
