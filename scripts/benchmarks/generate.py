@@ -2,7 +2,8 @@
 
     python scripts/bench.py generate [--model llama2-7b] [--cases 1x128 8x128] [--recipes exact compact int8 int4]
         [--peers eager static compiled tuned torchao-int8 torchao-int8-tuned torchao-int4 torchao-int4-tuned]
-        [--case-peers static] [--repeats 5] [--unverified] [--dtype bfloat16]
+        [--case-peers static] [--repeats 5] [--unverified] [--plugin FILE]
+        [--dtype bfloat16]
 
 The model has the named shape and random 16-bit weights, made on the device. It is patched with the defaults, verified.
 A case of one new token is the prefill, twice `--repeats` turns of HF eager and ours. All peers run the first other
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import accelpatch
 from accelpatch.bench.generate import cached_bytes
 from accelpatch.bench.read_limit import read_limit
 from accelpatch.bench.timing import once, synchronize
@@ -55,6 +57,7 @@ OPTIONS = (
            [*STOCK, *LOOPS]),
     Option("case_peers", ["static"], "Engines beside ours in later cases of several sequences.", STOCK),
     Option("unverified", False, "Time each recipe a second time, patched with verify=False."),
+    Option("plugin", None, "A Python file that adds implementations, as for `accelpatch run`."),
     Option("dtype", "bfloat16", "The type of the model's weights.", ["bfloat16", "float16"]), TINY,
 )  # fmt: skip
 
@@ -245,6 +248,8 @@ def ours(asked: argparse.Namespace, base: Any, ids: Tensor) -> tuple[list[Engine
 
 def run(asked: argparse.Namespace) -> dict[str, Any]:
     """Check, time, print."""
+    if asked.plugin:
+        accelpatch.load_plugin(asked.plugin)
     limit = read_limit(torch.device(asked.device))
     print(f"read limit {limit.bytes_per_second / 1e12:.3f} TB/s ({limit.method})", flush=True)
     base = random_model(asked)

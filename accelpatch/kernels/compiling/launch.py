@@ -86,7 +86,11 @@ class LoadedKernel:
             return
         at = by.current_stream(index) if stream is None else pointer_of(stream)
         last = self._last
-        if not (grid == last.grid and block == last.block and shared == last.shared and at == last.stream):
+        try:
+            same = grid == last.grid and block == last.block and shared == last.shared and at == last.stream
+        except (ValueError, RuntimeError):  # arrays, whose comparison has no truth value, and which are refused below
+            same = False
+        if not same:
             last = self._prepared(grid, block, shared, at)
         if status := by.launch(*last.words, arguments.addresses, None):
             by.check(status, f"{self.shown} was not launched with grid {grid}, block {block}")

@@ -87,8 +87,9 @@ def test_sizes_that_a_list_has_later_are_the_launchs(gpu: FakeDriver, kernel: An
     grid[0] = 5
     kernel(grid, (64,), Q, Q, V, 1, 1.0, stream=7)
     assert (list(gpu.last.sizes[:4]), gpu.last.stream) == ([5, 1, 1, 64], 7)
-    with pytest.raises(ArgumentError, match="grid"):
-        kernel([], [64], Q, Q, V, 1, 1.0)
+    for wrong in ([], torch.tensor([5, 1]), torch.tensor([5, 1]).numpy()):
+        with pytest.raises(ArgumentError, match="grid"):
+            kernel(wrong, [64], Q, Q, V, 1, 1.0)
 
 
 def test_several_kernels_of_a_file_are_loaded_once(gpu: FakeDriver, kernel: Any, tmp_path: Path) -> None:
