@@ -11,16 +11,23 @@ MARKED ?= not nightly
 # The lower end of the range in pyproject.toml.
 OLDEST := transformers==5.10.1
 # HIP and Triton kernels compiled for AMD, CPU kernels for ARM and run under qemu, the jit's table and examples assembled
-# for AMD; then the numbers of the Triton kernels, through Triton's interpreter.
+# for AMD; then the numbers of the Triton kernels, through Triton's interpreter. What takes minutes runs where something
+# that it reads has changed since it passed (scripts/unchanged.py).
+UNCHANGED := .venv/bin/python scripts/unchanged.py
+INTERPRETED := PYTHONPATH=.venv/gate TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -n 2 -m "$(MARKED)"
 GATE := .venv/bin/python scripts/amd_gate.py --wheels .venv/gate \
-	&& .venv/bin/python scripts/ck_gate.py --wheels .venv/gate \
-	&& .venv/bin/python scripts/wheel_gate.py --wheels .venv/gate \
+	&& $(UNCHANGED) composable_kernel scripts/ck_gate.py accelpatch/kernels/ck \
+		-- .venv/bin/python scripts/ck_gate.py --wheels .venv/gate \
+	&& $(UNCHANGED) cpu_kernels_for_arm scripts/wheel_gate.py scripts/gates/run_calls.cpp accelpatch/kernels/cpu \
+		tests/kernels/cpu/harness.cpp -- .venv/bin/python scripts/wheel_gate.py --wheels .venv/gate \
 	&& .venv/bin/python scripts/jit_gate.py --wheels .venv/gate \
-	&& PYTHONPATH=.venv/gate .venv/bin/python -W ignore scripts/triton_gate.py \
-	&& PYTHONPATH=.venv/gate TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -n 2 -m "$(MARKED)" \
-		tests/kernels/triton tests/kernels/ops/attention tests/kernels/ops/sampling tests/kernels/ops/step \
-		tests/test_contributing.py::test_the_triton_kernel_of_a_chapter tests/test_examples.py::test_my_gemv_triton \
-		tests/test_own_kernels.py tests/kernels/compiling/test_compile_file.py \
+	&& $(UNCHANGED) triton_compiled scripts/triton_gate.py \
+		-- env PYTHONPATH=.venv/gate .venv/bin/python -W ignore scripts/triton_gate.py \
+	&& $(UNCHANGED) triton_interpreted tests/kernels/triton tests/kernels/ops/attention tests/kernels/ops/sampling \
+		tests/kernels/ops/step tests/conftest.py accelpatch/kernels pyproject.toml -- env $(INTERPRETED) tests/kernels/triton \
+		tests/kernels/ops/attention tests/kernels/ops/sampling tests/kernels/ops/step \
+	&& $(INTERPRETED) tests/test_contributing.py::test_the_triton_kernel_of_a_chapter tests/test_own_kernels.py \
+		tests/test_examples.py::test_my_gemv_triton tests/kernels/compiling/test_compile_file.py
 
 .PHONY: help run test test-all lint bench gate gate-all smoke wheel force
 
@@ -76,6 +83,7 @@ test: .venv/ready
 	.venv/bin/python -m pytest -m "$(MARKED)" $(PYTEST)
 
 test-all: MARKED =
+test-all: export ALL = true
 test-all: test
 
 # Written only when the choice has changed, so that all behind it is made anew exactly then.
