@@ -14,6 +14,8 @@ OLDEST := transformers==5.10.1
 # for AMD; then the numbers of the Triton kernels, through Triton's interpreter. What takes minutes runs where something
 # that it reads has changed since it passed (scripts/unchanged.py).
 UNCHANGED := .venv/bin/python scripts/unchanged.py
+# Of the HIP kernels' numbers, on a CPU.
+EMULATED := $(sort $(wildcard tests/kernels/hip/test_*_emulated.py))
 INTERPRETED := PYTHONPATH=.venv/gate TRITON_INTERPRET=1 .venv/bin/python -m pytest -q -n 2 -m "$(MARKED)"
 GATE := .venv/bin/python scripts/amd_gate.py --wheels .venv/gate \
 	&& $(UNCHANGED) composable_kernel scripts/ck_gate.py accelpatch/kernels/ck \
@@ -80,7 +82,9 @@ smoke: .venv-oldest/ready
 test: export OMP_NUM_THREADS = 1
 test: .venv/ready
 	@+$(MAKE) --no-print-directory -j 2 --output-sync=target MARKED="$(MARKED)" gate lint smoke
-	.venv/bin/python -m pytest -m "$(MARKED)" $(PYTEST)
+	@$(UNCHANGED) kernels_emulated $(EMULATED) accelpatch/kernels tests/kernels/hip/simt_emulator tests/conftest.py \
+		pyproject.toml -- .venv/bin/python -m pytest -q -n 2 -m "$(MARKED)" $(EMULATED)
+	.venv/bin/python -m pytest -m "$(MARKED)" $(addprefix --ignore=,$(EMULATED)) $(PYTEST)
 
 test-all: MARKED =
 test-all: export ALL = true

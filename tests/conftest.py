@@ -11,14 +11,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accelpatch.models import catalog, load
 from accelpatch.progress import quiet
+from tests.support import each_value
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in a shell's background jobs; the programs that tests start and interrupt would ignore it too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first, so that no process is left with one of them at the end."""
+    each_value.mark(items)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

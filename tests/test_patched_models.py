@@ -29,6 +29,7 @@ def test_every_row_is_run() -> None:
     assert sorted(RUN) == sorted(ROWS)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ROWS)
 def test_row(name: str, form: str, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def assert_merged(made: Any, stock: Any, form: str, rounds: int = 2) -> None:
     assert off(logits(made), logits(stock)) < allowed
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("merge", MERGES)
 @forms

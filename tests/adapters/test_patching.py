@@ -29,6 +29,7 @@ def logits(model: Any) -> Tensor:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_either_order_gives_the_same_replacements_and_numbers(name: str, recipe: str) -> None:

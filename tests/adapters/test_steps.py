@@ -63,6 +63,7 @@ def assert_like_the_modules(model: Any, batch: dict[str, Tensor] | None = None, 
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", FUSING)
 def test_fused_layers_with_adapters(name: str, recipe: str) -> None:
@@ -74,6 +75,7 @@ def test_fused_layers_with_adapters(name: str, recipe: str) -> None:
 PLACES = ("q_proj", "k_proj v_proj", "up_proj", "gate_proj down_proj", "o_proj", "q_proj lm_head", "embed_tokens")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("recipe", ["exact", "int4"])
 def test_some_places_alone(places: str, recipe: str) -> None:

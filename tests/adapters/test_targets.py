@@ -142,6 +142,7 @@ def test_parameters_beside_packed_ones_take_adapters() -> None:
     assert off(logits(model), logits(plain)) < 0.1
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("recipe", ["int8", "int4"])
 @pytest.mark.parametrize("case", OF_EXPERTS)

@@ -51,6 +51,7 @@ def case(name: str, form: str) -> tuple[Any, dict[str, Any]]:
     return model, {"modules_to_save": [name], **inside}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", SAVED)
 @forms
 def test_a_copy_that_is_trained_is_the_plain_module(form: str, name: str) -> None:
@@ -65,6 +66,7 @@ def test_a_copy_that_is_trained_is_the_plain_module(form: str, name: str) -> Non
     assert set(peft.get_peft_model_state_dict(model)) == set(peft.get_peft_model_state_dict(stock))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", SAVED)
 @forms
 def test_unpatch_leaves_the_wrappers_and_what_was_trained(form: str, name: str) -> None:

@@ -26,7 +26,7 @@ from tests.support.checkpoints import saved as save
 from tests.support.packed import plain
 
 SECONDS, BYTES = 1, 64 << 20
-EVERY, SOME = 2_000, 50  # of each of six readers
+EVERY, SOME = 2_000, 20  # of each of six readers
 FUZZ = settings(
     deadline=None,
     derandomize=True,
@@ -162,6 +162,7 @@ READERS: dict[str, tuple[Callable[[Path], Any], str, st.SearchStrategy[bytes]]] 
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "examples", [pytest.param(SOME, id=str(SOME)), pytest.param(EVERY, id=str(EVERY), marks=pytest.mark.nightly)]
 )

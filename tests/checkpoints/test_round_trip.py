@@ -19,6 +19,7 @@ from tests.support.spread import spread
 from tests.support.tiny import CAUSAL, Tiny
 
 
+@pytest.mark.each_value
 @spread("tiny, recipe", CAUSAL, ["int8", "int4", "exact"])
 def test_every_family(tiny: Tiny, recipe: str, tmp_path: Path) -> None:
     model: Any = tiny.make()

@@ -30,6 +30,7 @@ def saved(name: str, recipe: Any, folder: Path, dtype: torch.dtype = torch.float
     return model
 
 
+@pytest.mark.each_value
 @RECIPES
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_is_saved_comes_back(name: str, recipe: str, tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def stock(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return made
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", [*FORMS])
 @pytest.mark.parametrize("name", NAMES)
 def test_64_steps_and_the_way_back(name: str, form: str) -> None:

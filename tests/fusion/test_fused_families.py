@@ -89,6 +89,7 @@ def of_length(length: int) -> Callable[[], dict[str, Tensor]]:
     return lambda: full_batch(length)
 
 
+@pytest.mark.each_value
 @spread("form, recipe", [*FORMS], [*RECIPES])
 def test_logits_of_64_steps_with_padding(form: str, recipe: str) -> None:
     model = patched(form, recipe)

@@ -227,6 +227,7 @@ def test_reasons_of_one_layer(change: str) -> None:
     assert fused.places == {1 - place}
 
 
+@pytest.mark.each_value
 @spread("name, recipe, place", NAMES, [*RECIPES], [0, 1])
 def test_a_layer_that_is_not_fused_runs_in_the_same_step(name: str, recipe: str, place: int) -> None:
     model: Any = CAUSAL[name].make()

@@ -81,6 +81,7 @@ def _asking(cls: Any, place: int, seen: Seen) -> Any:
 WAYS: dict[str, Callable[..., Seen]] = {"hooks": hooked, "a subclass": subclassed}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layer", [None, 1], ids=["all layers", "one layer"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NAMES)

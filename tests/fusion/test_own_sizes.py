@@ -40,6 +40,7 @@ def held(change: Change, recipe: str, *, first: bool, name: str = "qwen3") -> di
     return paths
 
 
+@pytest.mark.each_value
 @recipes
 @orders
 @pytest.mark.parametrize("name", SIZES)
@@ -48,6 +49,7 @@ def test_sizes_of_its_own(name: str, first: bool, recipe: str) -> None:
     assert paths[FUSED] == paths[CAPTURED] == 22
 
 
+@pytest.mark.each_value
 @orders
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_layer_with_another_module_runs_its_modules(name: str, first: bool) -> None:

@@ -157,6 +157,7 @@ def assert_as_before(model: Any, before: dict[str, Tensor]) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
+@pytest.mark.each_value
 @native
 @pytest.mark.parametrize("recipe", ["exact", "int8", "int4"])
 @pytest.mark.parametrize("name", CAUSAL)

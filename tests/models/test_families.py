@@ -22,6 +22,7 @@ def families(*, smoke: tuple[str, ...] = ()) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("tiny", [pytest.param(CAUSAL[name], id=name, marks=marks[name]) for name in CAUSAL])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", RECIPES)
 @families()
 def test_the_plan_counts_every_byte_and_takes_what_is_expected(tiny: Tiny, recipe: str) -> None:
@@ -41,6 +42,7 @@ def test_the_plan_counts_every_byte_and_takes_what_is_expected(tiny: Tiny, recip
     assert str(plan)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", RECIPES)
 @families(smoke=SMOKE)
 def test_logits_tokens_and_the_way_back(tiny: Tiny, recipe: str) -> None:
@@ -66,6 +68,7 @@ def test_logits_tokens_and_the_way_back(tiny: Tiny, recipe: str) -> None:
     assert logits(model, padded).equal(expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", RECIPES)
 @families()
 def test_bfloat16(tiny: Tiny, recipe: str) -> None:

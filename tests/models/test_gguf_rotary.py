@@ -58,6 +58,7 @@ SCALED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.each_value
 @ways
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("rope, keys, tensors", SCALED.values(), ids=SCALED.keys())

@@ -24,6 +24,7 @@ def call(model: nn.Module) -> torch.Tensor:
     return logits(model, padded_batch())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -41,6 +41,7 @@ def test_casts_of_lossless_weights() -> None:
 AUTOCAST = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
+@pytest.mark.each_value
 @AUTOCAST
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "opt", "qwen3", "mixtral"])
 @forms

@@ -77,6 +77,7 @@ def assert_untouched(model: nn.Module, before: dict[str, Any], expected: torch.T
     assert logits(model, padded_batch()).equal(expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("keep_original", ["cpu", "none"])
 @pytest.mark.parametrize("stage", [pytest.param(stage, id=stage) for stage in STAGES])
 @pytest.mark.parametrize(
@@ -106,6 +107,7 @@ def test_an_error_at_every_call_in_turn(
     assert model.accelpatch.report().verification.failures == []
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("late", [pytest.param(False, id="before"), pytest.param(True, id="after")])
 @pytest.mark.parametrize("fault", [pytest.param(fault, id=fault) for fault in FAULTS])
 @pytest.mark.parametrize("stage", ["build", "verify", "swap", "check"])

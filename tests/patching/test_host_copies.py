@@ -168,6 +168,7 @@ def test_copies_lie_on_the_cpu_whatever_the_default_device_is() -> None:
         assert all(copies.of(one).device.type == "cpu" and copies.of(one).equal(one) for one in given)
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("step", ["send", "land"])
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])

@@ -51,6 +51,7 @@ def contents(value: Any) -> Any:
     return value
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize("kind", INPUTS)
 def test_inputs_of_the_user_are_used_and_stay_as_they_are(kind: str, name: str) -> None:

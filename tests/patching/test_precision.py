@@ -42,6 +42,7 @@ def test_one_wrong_channel_of_thousands_is_found(dtype: torch.dtype, monkeypatch
     assert [one.partition(":")[0] for one in model.accelpatch.report().verification.failures] == ["model.norm"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", ["exact", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "phi3", "mixtral"])

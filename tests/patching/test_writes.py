@@ -63,6 +63,7 @@ def written(write: Callable[[Tensor], Any], weight: Tensor) -> Tensor:
     return floats
 
 
+@pytest.mark.each_value
 @forms
 @pytest.mark.parametrize("write", WRITES)
 def test_a_write_takes_effect(write: str, form: str) -> None:

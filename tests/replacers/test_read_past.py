@@ -89,6 +89,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.each_value
 @spread("change, moment, recipe", [*CHANGES], ["before", "after"], RECIPES)
 def test_a_change_inside_a_layer_is_used(recipe: str, change: str, moment: str, machine: str) -> None:
     """In prompts and in steps, whether it came before the first generate() or after."""

@@ -50,6 +50,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     return {path: module.weight.detach().clone() for path, module in model.named_modules() if isinstance(module, kinds)}
 
 
+@pytest.mark.each_value
 @spread("tiny, method", FAMILIES, ("gptq", "gptq+awq"))
 def test_every_family_and_the_way_back(tiny: Tiny, method: str) -> None:
     model, batch = tiny.make(), full_batch()

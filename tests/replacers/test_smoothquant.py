@@ -36,6 +36,7 @@ def smoothed_in(model: Any) -> list[W8A8Linear]:
     return [module for module in model.modules() if isinstance(module, W8A8Linear) and module.factors is not None]
 
 
+@pytest.mark.each_value
 @spread("tiny, recipe", FAMILIES, RECIPES)
 def test_every_family_and_the_way_back(tiny: Tiny, recipe: str) -> None:
     model, batch = tiny.make(), full_batch()

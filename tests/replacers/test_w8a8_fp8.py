@@ -99,6 +99,7 @@ def test_bits_of_the_other_form_are_refused_by_name(arch: str, name: str) -> Non
     assert registry()[name].restore(site(linear()), choice, fp8.quantize(torch.randn(48, 256), fnuz=fnuz)) is not None
 
 
+@pytest.mark.each_value
 @spread("tiny, dtype", CAUSAL, [torch.float32, torch.bfloat16])
 def test_every_family_and_the_way_back(tiny: Tiny, dtype: torch.dtype) -> None:
     model: Any = tiny.make(dtype)

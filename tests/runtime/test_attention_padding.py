@@ -93,6 +93,7 @@ def pair(make: Callable[[], Any], implementation: str, recipe: Any, batch: dict[
     return stock, accelpatch.patch(model, recipe, inputs=[batch], verify=False)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", CASES)

@@ -89,6 +89,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @torch.no_grad()

@@ -90,6 +90,7 @@ def test_every_method_has_a_case() -> None:
     assert set(CHANGED) == METHODS
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", CHANGED)
 @pytest.mark.parametrize("owner", OWNERS)
 @pytest.mark.parametrize("after", [None, 0, 2], ids=["before", "after-the-prompt", "after-steps"])

@@ -25,6 +25,7 @@ def resized(size: str, place: int) -> Any:
     return model
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("change", ["cropped", "reordered", "selected", "a shorter layer", "layers exchanged"])
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("size", OTHER_HEADS)
@@ -35,6 +36,7 @@ def test_what_is_done_to_a_cache(size: str, place: int, change: str, machine: st
     assert steps_of(patched) >= 2
 
 
+@pytest.mark.each_value
 @torch.no_grad()
 @pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
 @pytest.mark.parametrize("place", [0, 1])

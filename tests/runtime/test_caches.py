@@ -168,6 +168,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_done_to_a_cache(change: str, name: str, machine: str) -> None:
@@ -176,6 +177,7 @@ def test_what_is_done_to_a_cache(change: str, name: str, machine: str) -> None:
     assert_same(caches(accelpatch.patch(model, "exact", verify=False), CHANGES[change]), its)
 
 
+@pytest.mark.each_value
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("names", [("keys",), ("values",)], ids=["keys-shorter", "values-shorter"])
@@ -206,6 +208,7 @@ def evicting(place: int, count: int) -> Callable[..., None]:
     return hook
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name, place", [("llama", 0), ("llama", 1), ("gemma3", 1)])  # layers without a window
 @pytest.mark.parametrize("stays", [False, True], ids=["hook-removed", "hook-stays"])
 def test_tokens_evicted_by_a_hook(stays: bool, name: str, place: int, machine: str) -> None:
@@ -226,6 +229,7 @@ def test_tokens_evicted_by_a_hook(stays: bool, name: str, place: int, machine: s
     assert_same(run(accelpatch.patch(model, "exact", verify=False)), its)
 
 
+@pytest.mark.each_value
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("change", ["a shorter layer", "a shorter first layer", "shorter layers", "a masked head"])

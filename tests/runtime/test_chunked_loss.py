@@ -45,6 +45,7 @@ def results(model: Any, **more: Any) -> tuple[Any, list[Any]]:
     return outputs, [one.grad for one in model.parameters() if one.requires_grad]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("items", [None, 7], ids=["mean", "of-all-batches"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_and_the_gradients_are_those_of_the_whole(family: str, items: int | None) -> None:

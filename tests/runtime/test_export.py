@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 import torch
 
 import accelpatch
@@ -11,6 +12,7 @@ from tests.support.spread import spread
 from tests.support.tiny import CAUSAL, full_batch
 
 
+@pytest.mark.each_value
 @spread("recipe, name", ["exact", "flash", "int8", "int4", "smoothquant", "compact"], ["llama", "gemma2", "gpt2"])
 def test_exported_programs_compute_what_the_model_does(recipe: str, name: str) -> None:
     model = CAUSAL[name].make()

@@ -34,6 +34,7 @@ def _shorter(prepare: Any) -> Any:
     return other
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("derived", [False, True], ids=["set", "derived"])
 @pytest.mark.parametrize("case", MADE)
 def test_what_others_put_into_a_class_that_patch_made_runs(

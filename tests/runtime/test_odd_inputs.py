@@ -35,6 +35,7 @@ def rows(batch: dict[str, Tensor], count: int, length: int) -> dict[str, Tensor]
     return {key: value[:count, :length] for key, value in batch.items()}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
 @pytest.mark.parametrize("count, length", [(0, 9), (3, 0), (1, 1)], ids=["batch-0", "length-0", "one-token"])

@@ -74,6 +74,7 @@ SUBCLASSES: dict[str, tuple[Callable[[Any], Any], type, str, float]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("case", SUBCLASSES)
 def test_subclasses_are_kept_and_their_switches_work(case: str, after: bool, machine: str) -> None:

@@ -113,6 +113,7 @@ CASES: dict[str, Patch] = {
 }  # fmt: skip
 
 
+@pytest.mark.each_value
 @spread("case, recipe", list(CASES), ["exact", "flash"])
 def test_code_that_others_put_in_place_runs(
     case: str, recipe: str, machine: str, monkeypatch: pytest.MonkeyPatch
@@ -135,6 +136,7 @@ def test_code_that_others_put_in_place_runs(
     accelpatch.unpatch(model)
 
 
+@pytest.mark.each_value
 @spread("case, recipe", list(CASES), ["exact", "flash"])
 def test_code_that_others_put_in_place_before_the_patch_runs(
     case: str, recipe: str, machine: str, monkeypatch: pytest.MonkeyPatch

@@ -79,6 +79,7 @@ OBJECTS: dict[str, Patch] = {
 }  # fmt: skip
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", ["exact", "flash"])
 @pytest.mark.parametrize("case", OBJECTS)
 def test_objects_in_the_place_of_functions_run(
@@ -110,6 +111,7 @@ IDENTITY: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", ["smoothquant", "smoothquant-static"])
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "mixtral"])
 @pytest.mark.parametrize("case", IDENTITY)

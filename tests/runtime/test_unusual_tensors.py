@@ -78,6 +78,7 @@ def _give(model: Any, kind: str, place: str) -> None:
         module.weight = KINDS[kind](module.weight.detach())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,6 +101,7 @@ def test_modules_run_for_weights_that_kernels_cannot_read(kind: str, place: str,
     assert_alike(model, plain, full_batch())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", ["int8", "smoothquant", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_such_weights_are_not_quantised(kind: str, recipe: str) -> None:

@@ -115,6 +115,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float_rule_over_72_padded_steps(isa: None, family: str, format_: str) -> None:

@@ -111,6 +111,7 @@ CASES = {
 }
 
 
+@pytest.mark.each_value
 @spread("form, case, dtype", FORMS, CASES.keys(), binding.DTYPES)
 def test_float_rule(form: str, case: str, dtype: torch.dtype, run: Run) -> None:
     sizes, tokens, chosen, groups, *rest = CASES[case]
@@ -206,6 +207,7 @@ def scores(tokens: int, experts: int, dtype: torch.dtype) -> Tensor:
     return torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)]).to(dtype) / 4 - 3
 
 
+@pytest.mark.each_value
 @spread("form, case, dtype", FORMS, ROUTED.keys(), binding.DTYPES)
 def test_norm_and_choice_inside(form: str, case: str, dtype: torch.dtype, run: Run) -> None:
     (number, *size), tokens, chosen, groups, normalise, narrow, plus_one = ROUTED[case]

@@ -64,6 +64,7 @@ def case(form: str, *rest: Any, repeats: bool) -> Any:
     return pytest.param(form, *rest, marks=pytest.mark.nightly if repeats else ())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "form, name, dtype",
     [case(form, *one, repeats=form == "gfx942" and one[0] in SHOWN_BY_OTHERS) for form in FORMS for one in CASES],
@@ -79,6 +80,7 @@ def test_small_shapes(form: str, name: str, dtype: torch.dtype, made: Callable[[
     assert check_small(made(form), name, dtype, "cpu") == []
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "form, name",
     [
@@ -153,6 +155,7 @@ def finite(made: Callable[[str], Emulated]) -> Iterator[Callable[[str], Emulated
         assert one.held.take_unwaited() == 0, "sums lie where copies may still come"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name, dtype", [(name, binding.DTYPES[i % 2]) for i, name in enumerate(ROWS_FORMATS)], ids=str)
 @pytest.mark.parametrize("form", ["nvidia", "gfx942"])
 def test_many_tokens(name: str, dtype: torch.dtype, form: str, finite: Callable[[str], Emulated]) -> None:

@@ -41,6 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Emulated]:
     return of
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize(
     "form, dtype",

@@ -65,6 +65,7 @@ def forms(*, portable: bool = False) -> pytest.MarkDecorator:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "form, kind, dtype, static",
     [
@@ -88,6 +89,7 @@ def test_every_code_and_every_float(form: str, kind: str, made: Made) -> None:
     assert checks.check_every_float(made(form), kind, "cpu") == []
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", binding.DTYPES, ids=str)
 @forms()
 def test_every_value_becomes_the_float_of_the_formula(form: str, kind: str, dtype: torch.dtype, made: Made) -> None:

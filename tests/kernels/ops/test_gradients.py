@@ -43,6 +43,7 @@ def test_gradcheck_of_the_reference(op: str) -> None:
     assert torch.autograd.gradcheck(run, [args[place].clone().requires_grad_() for place in places], fast_mode=True)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", BOUNDS, ids=name)
 @pytest.mark.parametrize("op, case", CASES, ids=[f"{op}-{case.id}" for op, case in CASES])
 def test_a_kernels_gradient_is_its_references(op: str, case: Any, dtype: torch.dtype) -> None:

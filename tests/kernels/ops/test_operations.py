@@ -39,12 +39,14 @@ def viewed(args: tuple[Any, ...], view: Any) -> tuple[Any, ...]:
     return tuple(view(value) if isinstance(value, Tensor) else value for value in args)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("op, case", CASES, ids=[f"{op}-{case.id}" for op, case in CASES])
 def test_float_rule(op: str, case: Case, dtype: torch.dtype) -> None:
     assert_parity(op, case.make(torch.Generator().manual_seed(7), dtype, CPU))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("view", [strided, transposed], ids=["strided-offset", "transposed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("op", OPS)
@@ -95,6 +97,7 @@ def test_nan_and_infinity_come_through(op: str, dtype: torch.dtype, value: float
     assert not bool(output.isfinite().all())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op: str, dtype: torch.dtype) -> None:

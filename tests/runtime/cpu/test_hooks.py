@@ -20,6 +20,7 @@ reason = libraries.why_not("cpu", probe("cpu"))
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"no native library: {reason}")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("place", [0, 1, "all"])
 @pytest.mark.parametrize("name", STEPPING)
 def test_a_hook_inside_makes_its_layer_alone_run_its_modules(name: str, place: int | str) -> None:
@@ -40,6 +41,7 @@ def test_a_hook_inside_makes_its_layer_alone_run_its_modules(name: str, place: i
     assert len(seen) == 21 * len(layers)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("name", STEPPING)
 def test_a_layer_that_has_no_native_form_runs_its_module_in_the_same_step(name: str, place: int) -> None:

@@ -68,6 +68,7 @@ def decode_alone(model: nn.Module, batch: dict[str, Tensor], steps: int) -> Tens
     return torch.cat(rows)
 
 
+@pytest.mark.each_value
 @spread("name, recipe", STEPPING, ["int8", "int4", "exact"])
 def test_logits_of_64_steps(name: str, recipe: str) -> None:
     original, batch = CAUSAL[name].make(), padded_batch()

@@ -51,6 +51,7 @@ def held(model: Any, plain: Any, recipe: str) -> list[str]:
     return list(ways)
 
 
+@pytest.mark.each_value
 @recipes
 @orders
 @pytest.mark.parametrize("name", SIZES)
@@ -68,6 +69,7 @@ def test_sizes_of_other_families(name: str, first: bool) -> None:
     assert held(*changed(all_of_them, "int8", first=first, name=name), "int8") == [NATIVE]
 
 
+@pytest.mark.each_value
 @recipes
 @orders
 @pytest.mark.parametrize("name", OTHERS)

@@ -91,6 +91,7 @@ def names(model: Any) -> list[Any]:
     return [vars(one.config)[SETTING] for one in (model, *(layer.self_attn for layer in model.model.layers))]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize(
     ("way", "recipe"),
@@ -146,6 +147,7 @@ def _in_start(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ContinuousBatchingManager, "start", fail)
 
 
+@pytest.mark.each_value
 @spread(
     "fail, recipe, implementation",
     {"init": _in_init, "switched": _after_the_switch, "start": _in_start}, ["flash", "partly"], ["sdpa", "eager"],

@@ -36,6 +36,7 @@ def patched_alike(made: Callable[[], Any], recipe: str, batch: dict[str, Tensor]
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", NESTED)
 def test_embeddings_that_the_model_made_are_no_request(name: str, recipe: str) -> None:

@@ -111,6 +111,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.each_value
 @recipes
 @pytest.mark.parametrize("script", ASKED, ids=lambda one: one.__name__.strip("_"))
 def test_a_script_does_what_it_does_without_the_patch(script: Any, recipe: str, tmp_path: Path) -> None:

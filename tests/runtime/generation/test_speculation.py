@@ -108,6 +108,7 @@ def test_drafts_wrong_from_each_place_on(right: Any, monkeypatch: pytest.MonkeyP
         assert (counts[CAPTURED], counts[ACCEPTED]) == (steps, 49 - steps)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("place", range(1, 12))
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_an_end_among_the_tokens_of_a_step(place: int, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,7 @@ def assert_close(found: Any, due: Any) -> None:
         assert (mine - its).norm() <= 1e-5 * its.norm()
 
 
+@pytest.mark.each_value
 @spread("name, call, recipe", NAMES, [*CALLS], [*RECIPES])
 @torch.no_grad()
 def test_what_the_modules_give(name: str, call: str, recipe: str) -> None:
@@ -115,6 +116,7 @@ def test_attention_of_gemmas_kind(name: str, call: str) -> None:
     assert paths(model)[FORWARD] >= 1
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("eager", [False, True], ids=["sdpa", "eager"])
 @pytest.mark.parametrize("call", ["ids", "right", "continued", "hidden"])
 @pytest.mark.parametrize("name", NAMES)

@@ -40,6 +40,7 @@ def implementations(name: str) -> tuple[str, ...]:
     return ("eager",) if name == "gemma2" else ("eager", "sdpa")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
     ("name", "implementation"), [(name, one) for name in NAMES for one in implementations(name)]

@@ -87,6 +87,7 @@ def test_after_an_end_no_random_number_is_drawn(order: list[str]) -> None:
     assert order.count("model") == made
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 4}], ids=["together", "one-by-one"])
 @pytest.mark.parametrize("right", [0, 3, 7, -1, None], ids=str)
 def test_each_report_is_taken_before_the_next_choice(

@@ -117,6 +117,7 @@ def test_under_another_default_dtype(dtype: torch.dtype) -> None:
     assert list(paths(model)) == [CAPTURED]
 
 
+@pytest.mark.each_value
 @spread("way, batch, recipe", [*WAYS], {"one-length": full_batch, "left-padding": padded_batch}, ["int8", "int4"])
 def test_the_tokens_of_the_stock_loop(way: str, batch: Any, recipe: str) -> None:
     model = patched("llama", recipe)
