@@ -41,5 +41,5 @@ def mark(items: Iterable[pytest.Item]) -> None:
 
 
 def _key(value: object) -> str:
-    """What tells one value of a parameter from the others in this process."""
+    """The identity of a parameter's value in this process."""
     return repr(value) if isinstance(value, str | int | float | tuple | None) else str(id(value))
