@@ -11,8 +11,8 @@ MARKED ?= not nightly
 # The lower end of the range in pyproject.toml.
 OLDEST := transformers==5.10.1
 # HIP and Triton kernels compiled for AMD, CPU kernels for ARM and run under qemu, the jit's table and examples assembled
-# for AMD; then the numbers of the Triton kernels, through Triton's interpreter. What takes minutes runs where something
-# that it reads has changed since it passed (scripts/unchanged.py).
+# for AMD and its loops held to the HIP compiler's; then the numbers of the Triton kernels, through Triton's interpreter.
+# What takes minutes runs where something that it reads has changed since it passed (scripts/unchanged.py).
 UNCHANGED := .venv/bin/python scripts/unchanged.py
 # Of the HIP kernels' numbers, on a CPU.
 EMULATED := $(sort $(wildcard tests/kernels/hip/test_*_emulated.py))

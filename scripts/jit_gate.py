@@ -1,9 +1,10 @@
-"""Holds the jit's instruction table to LLVM's assemblers, and assembles every example for gfx90a, gfx942 and gfx950.
+"""Holds the jit's instruction table to LLVM's assemblers, assembles every example for gfx90a, gfx942 and gfx950, and
+holds the GEMV and the MFMA tile to what clang's HIP compiler makes of the same loops, by llvm-mca.
 
     python scripts/jit_gate.py --wheels DIR
 
 DIR holds the unpacked `ziglang` wheel, whose clang knows gfx950; for the others llvm-mc-19, clang-19 and ld.lld-19 are
-needed. `make gate` installs all that and runs this.
+needed, and llvm-mca-19. `make gate` installs all that and runs this.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gates import jit_cycles
 from gates.jit_assembly import ARCHS, refused, sample
 
 from accelpatch.jit import table
@@ -32,6 +34,7 @@ VALUES: dict[str, list[tuple[Any, ...]]] = {
     "vector_add": [()],
     "rms_norm": [(4096, 1e-6), (300, 1e-6)],
     "gemv": [(4096,), (1002,), (77,)],
+    "gemm": [("bf16", 4096, 4096), ("i8", 4096, 11008)],
 }
 _DEPENDENT = 4  # cycles that llvm-mca adds to the passes of a matrix instruction
 
@@ -92,6 +95,7 @@ def main() -> int:
             for arch in ARCHS:
                 assembled(kernel.source(arch, *values), arch, tools(arch, wheels))
                 built += 1
+    bad += jit_cycles.faults()
     print("\n".join(bad))
     print(f"{len(entries())} instructions of the jit, {built} kernels of its examples, {len(bad)} faults")
     return bool(bad)

@@ -13,7 +13,7 @@ docs/jit.md teaches it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
 
@@ -23,8 +23,10 @@ __all__ = ["CodeObject", "Kernel", "jit"]
 
 
 class _Decorator(ModuleType):
-    def __call__(self, *, threads: int = 256, device: str | None = None) -> Callable[[Callable[..., Any]], Kernel]:
-        return jit(threads=threads, device=device)
+    def __call__(
+        self, *, threads: int = 256, device: str | None = None, waits: str = "checked", without: Collection[str] = ()
+    ) -> Callable[[Callable[..., Any]], Kernel]:
+        return jit(threads=threads, device=device, waits=waits, without=without)
 
 
 sys.modules[__name__].__class__ = _Decorator

@@ -10,7 +10,7 @@ from accelpatch.jit import expressions, instructions, selection, types
 from accelpatch.jit.constants import inline_text, text, words
 from accelpatch.jit.control_flow import ControlFlow
 from accelpatch.jit.expressions import Condition, Constant, Given, Node, Unary
-from accelpatch.jit.ir import FIRST_UNIT, HIDDEN, Instruction, Operand, Part, Program, Region, Register
+from accelpatch.jit.ir import HIDDEN, Instruction, Operand, Part, Program, Region
 from accelpatch.jit.location import Line, fail, here
 from accelpatch.jit.prologue import Index, Prologue
 from accelpatch.jit.registers import Value
@@ -27,7 +27,6 @@ class Builder(ControlFlow):
 
     def __init__(self, program: Program):
         super().__init__(program)
-        self._next_unit = FIRST_UNIT
         self.line: Line | None = program.line  # of instructions that no line of the kernel asks for
         self.prologue = Prologue(self)
         self.blockIdx, self.threadIdx = Index("block", self.prologue), Index("thread", self.prologue)
@@ -91,9 +90,7 @@ class Builder(ControlFlow):
         count = 1
         for size in shape:
             count *= size
-        register = Register(file, count * of.dwords, self._next_unit, self.line or here(), name, fixed)
-        self._next_unit += register.dwords
-        self.program.registers.append(register)
+        register = self.program.new_register(file, count * of.dwords, self.line or here(), name, fixed)
         # Pairs are the rule for what is wider than one register, and arrays are read by wide instructions.
         register.alignment[0] = instructions.alignment(file, min(register.dwords, 2))
         return Value(register, 0, shape, of, lambda target, node: selection.assign(self, target, node))
@@ -105,6 +102,9 @@ class Builder(ControlFlow):
         if name == "s_waitcnt" and not words:
             words, mod = [mod], ""
         line = self.line or here()
+        if name.startswith(("s_set_gpr_idx", "s_movrel")):
+            reason = "picks registers by a number at run time: an index must be known at compile time"
+            fail(f"{name} {reason}. Keep what is indexed in LDS, or choose by J.select", line)
         form = instructions.form_for(name, self.arch, len(words), mod)
         given = [self._operand(one, form, at) for at, one in enumerate(words)]
         made = instructions.instruction(form, given, mod, line, self.region)

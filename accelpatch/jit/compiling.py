@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,8 @@ from accelpatch.jit.builder import Builder
 from accelpatch.jit.emission import assembly
 from accelpatch.jit.ir import Program
 from accelpatch.jit.location import Line, fail
-from accelpatch.jit.passes.allocation import Places, allocate
-from accelpatch.jit.passes.dead_code import remove_dead_code
-from accelpatch.jit.passes.liveness import check_written, flow
-from accelpatch.jit.passes.noops import insert_noops
-from accelpatch.jit.passes.unreachable import remove_unreachable
-from accelpatch.jit.passes.waits import check_waits
+from accelpatch.jit.passes import pipeline
+from accelpatch.jit.passes.allocation import Places, RegistersRunOut
 from accelpatch.jit.table import ARCHS
 from accelpatch.jit.types import Argument
 
@@ -40,32 +36,36 @@ class Compiled:
 
 def compiled(
     function: Callable[..., Any], arch: str, threads: int, arguments: Sequence[Argument],
-    constants: Mapping[str, object],
+    constants: Mapping[str, object], *, waits: str = "checked", without: Collection[str] = (),
 ) -> Compiled:  # fmt: skip
-    """Raises CompileError, with the Python line, for all that is wrong with the kernel."""
+    """waits and without: as ``jit()`` takes them. Where registers run out, the passes that hold values for longer are
+    left out. Raises CompileError, with the Python line, for all that is wrong with the kernel."""
     code = function.__code__
     line = Line(code.co_filename, code.co_firstlineno)
     if arch not in ARCHS.values():
         fail(f"arch {arch!r} is none that the jit knows: {', '.join(ARCHS.values())}", line)
-    program = Program(function.__name__, arch, threads, tuple(arguments), line)
+    program = Program(function.__name__, arch, threads, tuple(arguments), line, waits=waits)
+    J = _built(program, function, constants)
+    try:
+        places = pipeline.run(program, without)
+    except RegistersRunOut:
+        if set(pipeline.HOLDING) <= set(without):
+            raise
+        fewer = {*without, *pipeline.HOLDING}
+        made = compiled(function, arch, threads, arguments, constants, waits=waits, without=fewer)
+        made.program.note(" and ".join(pipeline.HOLDING), "left out, as registers run out with them", line)
+        return made
+    return Compiled(program, places, assembly(program, places, J.prologue.items))
+
+
+def _built(program: Program, function: Callable[..., Any], constants: Mapping[str, object]) -> Builder:
+    """Call the function, which fills the program."""
     J = Builder(program)
-    values = dict(zip((one.name for one in arguments), J.prologue.arguments, strict=True))
+    values = dict(zip((one.name for one in program.arguments), J.prologue.arguments, strict=True))
     function(J, **constants, **values)
-    J.line = line
+    J.line = program.line
     if any(one.name.startswith(("s_store", "s_buffer_store")) for one in program.instructions()):
         J.emit("s_dcache_wb")  # what scalars stored lies in a cache that nothing else reads
     J.emit("s_endpgm")
     J.prologue.finish()
-    places = run_passes(program)
-    return Compiled(program, places, assembly(program, places, J.prologue.items))
-
-
-def run_passes(program: Program) -> Places:
-    """The passes in their order; the last one needs to know where the registers are."""
-    remove_unreachable(program)
-    check_written(program, flow(program))
-    check_waits(program)
-    remove_dead_code(program)
-    places = allocate(program, flow(program), check_waits(program))
-    insert_noops(program, places)
-    return places
+    return J

@@ -62,7 +62,7 @@ def instruction(form: Form, operands: Sequence[Operand], mod: str, line: Line, r
         _check_bus(form, operands, line)
     _check_offset(form, operands, mod, line)
     made = Instruction(form, tuple(operands), mod, line, region)
-    made.reads, made.writes = _used(form, operands, mod)
+    made.reads, made.writes = used(form, operands, mod)
     return made
 
 
@@ -70,7 +70,7 @@ def _why_not(operand: Operand, slot: table.Operand) -> str:
     """Why an operand may not stand at a place, "" where it may."""
     wanted = " or ".join(_MEANING[kind] for kind in slot.kinds)
     if isinstance(operand, Part):
-        if operand.register.file not in slot.kinds:
+        if operand.register.file not in slot.kinds and not takes_copy(operand, slot):
             return f"it takes {wanted}"
         if operand.dwords not in slot.dwords:
             return f"it takes {' or '.join(map(str, slot.dwords))} of 32 bits, not {operand.dwords}"
@@ -88,9 +88,18 @@ def _why_not(operand: Operand, slot: table.Operand) -> str:
     return "" if "l" in slot.kinds else f"it takes {wanted}, and no constant but -16 to 64, 0.5, 1.0, 2.0, 4.0"
 
 
+def takes_copy(operand: Part, slot: table.Operand) -> bool:
+    """Whether an accumulator stands where only a vector register can: accumulator_moves makes a copy of it."""
+    return operand.register.file == "a" and "a" not in slot.kinds and "v" in slot.kinds
+
+
 def is_inline(text: str) -> bool:
     """Whether an operand's text is a constant that needs no literal."""
     return text in _FLOAT_INLINE or (bool(re.fullmatch(r"-?\d+", text)) and -16 <= int(text) <= 64)
+
+
+def is_number(text: str) -> bool:
+    return bool(_NUMBER.fullmatch(text))
 
 
 def is_literal(operand: Operand) -> bool:
@@ -151,7 +160,7 @@ def _check_offset(form: Form, operands: Sequence[Operand], mod: str, line: Line)
         fail(f"{form.name} has offset {found[1]}, misaligned: it must be a multiple of {size}", line)
 
 
-def _used(form: Form, operands: Sequence[Operand], mod: str) -> tuple[int, int]:
+def used(form: Form, operands: Sequence[Operand], mod: str) -> tuple[int, int]:
     """Units that it reads and writes."""
     reads = sum(_hidden(name) for name in form.reads)
     writes = sum(_hidden(name) for name in form.writes)

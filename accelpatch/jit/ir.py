@@ -124,10 +124,34 @@ class Program:
     blocks: list[Block] = field(default_factory=list)
     registers: list[Register] = field(default_factory=list)
     lds: int = 0
+    waits: str = "checked"  # whose the waits are: "checked", the kernel's, or "auto", the jit's
+    notes: list[str] = field(default_factory=list)  # what passes left as it was, and why
+    next_unit: int = FIRST_UNIT
+
+    def new_register(self, file: str, dwords: int, line: Line, label: str = "", fixed: int | None = None) -> Register:
+        made = Register(file, dwords, self.next_unit, line, label, fixed)
+        self.next_unit += dwords
+        self.registers.append(made)
+        return made
+
+    def note(self, name: str, reason: str, line: Line) -> None:
+        """A pass says what it leaves as it was, and why."""
+        text = f"{line}: {name}: {reason}"
+        self.notes += [text] if text not in self.notes else []
 
     def instructions(self) -> Iterator[Instruction]:
         for block in self.blocks:
             yield from block.instructions
+
+    def reached(self) -> list[Block]:
+        """The blocks that something leads to, in their order."""
+        found, waiting = set[Block](), [self.blocks[0]]
+        while waiting:
+            block = waiting.pop()
+            if block not in found:
+                found.add(block)
+                waiting += block.next
+        return [block for block in self.blocks if block in found]
 
     def __str__(self) -> str:
         lines = []

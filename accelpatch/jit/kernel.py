@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 EMULATED = "gfx942"  # what the emulator runs where no arch is given
 _MOST_THREADS = 1024
+#: passes without which a kernel is right, and slower (accelpatch/jit/passes/)
+OPTIONAL = ("dead_blocks", "common_subexpressions", "dead_stores", "dead_code", "hide_argument_loads", "hide_stalls",
+            "split_arrays", "auto_waits", "linear_scan")  # fmt: skip
+REQUIRED = ("accumulator_moves", "required_noops")
+PASSES = (*OPTIONAL, *REQUIRED)
 
 
 @dataclass(frozen=True)
@@ -39,8 +44,12 @@ class Kernel:
     Parameters that are annotated with a string, a HIP type such as ``"int*"``, are passed at run time.
     """
 
-    def __init__(self, function: Callable[..., Any], threads: int, device: str | None):
+    def __init__(
+        self, function: Callable[..., Any], threads: int, device: str | None, waits: str = "checked",
+        without: Collection[str] = (),
+    ):  # fmt: skip
         self.function, self.threads, self.device = function, threads, device
+        self.waits, self.left_out = waits, tuple(without)
         self.signature = signature(function)
         self.__name__, self.__doc__ = function.__name__, function.__doc__
         self._compiled: dict[Hashable, Compiled] = {}
@@ -91,9 +100,16 @@ class Kernel:
         """The blocks of instructions after the passes, with virtual registers; ``str`` of it shows them."""
         return self._built(arch, self.signature.bound(self.signature.constants, constants, named)).program
 
-    def _built(self, arch: str, constants: dict[str, Any]) -> Compiled:
-        from accelpatch.jit.compiling import compiled
+    def notes(self, arch: str = EMULATED, *constants: Any, **named: Any) -> list[str]:
+        """What passes left as it was, and why, each with its Python line."""
+        return self.ir(arch, *constants, **named).notes
 
+    def without(self, *names: str) -> Kernel:
+        """The kernel compiled without some of the passes, to see what they do: docs/jit-passes.md names them."""
+        fewer = (*self.left_out, *names)
+        return jit(threads=self.threads, device=self.device, waits=self.waits, without=fewer)(self.function)
+
+    def _built(self, arch: str, constants: dict[str, Any]) -> Compiled:
         # The values, so that those that are kept here cannot be freed and others come to their address; their text too,
         # which differs for 1, 1.0 and True.
         key = arch, repr(constants), tuple(constants.values())
@@ -101,9 +117,17 @@ class Kernel:
             if key in self._compiled:
                 return self._compiled[key]
         except TypeError:  # a list, say, which may be another one tomorrow
-            return compiled(self.function, arch, self.threads, self.signature.arguments, constants)
-        self._compiled[key] = compiled(self.function, arch, self.threads, self.signature.arguments, constants)
+            return self._compile(arch, constants)
+        self._compiled[key] = self._compile(arch, constants)
         return self._compiled[key]
+
+    def _compile(self, arch: str, constants: dict[str, Any]) -> Compiled:
+        from accelpatch.jit.compiling import compiled
+
+        return compiled(
+            self.function, arch, self.threads, self.signature.arguments, constants, waits=self.waits,
+            without=self.left_out,
+        )  # fmt: skip
 
     def _assembled(self, made: Compiled, constants: dict[str, Any]) -> bytes:
         from accelpatch.jit.assembler import code_object
@@ -120,6 +144,8 @@ class Kernel:
     ) -> None:  # fmt: skip
         from accelpatch.jit.launch import arch_of_device, launch
 
+        if wrong := [name for name in self.left_out if name in REQUIRED]:
+            raise KernelError(f"{self.__name__} without {', '.join(wrong)} is wrong on a GPU: it can only be looked at")
         made = self._built(arch_of_device(), constants)
         segment = packed(self.signature.arguments, values)
         launch(self._assembled(made, constants), self.__name__, grid, block, segment, stream=stream)
@@ -151,12 +177,20 @@ def _source(function: Callable[..., Any]) -> str:
         return ""  # typed at a prompt: the assembly, which is in the key too, says what it is
 
 
-def jit(*, threads: int = 256, device: str | None = None) -> Callable[[Callable[..., Any]], Kernel]:
+def jit(
+    *, threads: int = 256, device: str | None = None, waits: str = "checked", without: Collection[str] = ()
+) -> Callable[[Callable[..., Any]], Kernel]:
     """Decorator: makes a kernel out of ``f(J, ...)``.
 
     threads: the most that a workgroup will have, which bounds the registers of each. device: "emulate" has calls run
-    in the emulator. Raises ArgumentError where threads is none that a workgroup can have.
+    in the emulator. waits: "checked", those that the kernel has are all there are, and a register that is read too
+    early is an error; "auto", the jit puts them in, as late as they may be. without: names of passes that are left out.
+    Raises ArgumentError where one of these is none of those.
     """
     if not isinstance(threads, int) or not 1 <= threads <= _MOST_THREADS:
         raise ArgumentError(f"jit(threads={threads!r}): a workgroup has 1 to {_MOST_THREADS} threads; write @jit()")
-    return lambda function: Kernel(function, threads, device)
+    if waits not in ("checked", "auto"):
+        raise ArgumentError(f"jit(waits={waits!r}): say 'checked', the kernel has them, or 'auto', the jit finds them")
+    if isinstance(without, str) or set(without) - set(PASSES):
+        raise ArgumentError(f"jit(without={without!r}): give a list of passes, of {', '.join(PASSES)}")
+    return lambda function: Kernel(function, threads, device, waits, without)

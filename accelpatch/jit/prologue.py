@@ -33,7 +33,7 @@ class Prologue:
     """The code before the kernel's own."""
 
     def __init__(self, J: Builder):
-        self.J, self.items, self._block = J, 0, Block("prologue")
+        self.J, self.items, self._block, self._region = J, 0, Block("prologue"), J.region
         self._made: dict[str, Value] = {}
         self._packed = J.fixed("v", types.U32, "work item", 0)
         self._groups = [J.fixed("s", types.U32, f"blockIdx.{axis}", 2 + at) for at, axis in enumerate("xyz")]
@@ -79,10 +79,11 @@ class Prologue:
             self._made[name] = self.J.named(file, types.U32, name)
         return self._made[name], there
 
-    def _emit(self, name: str, *operands: Value | int) -> None:
-        block, self.J.block = self.J.block, self._block
+    def _emit(self, name: str, *operands: Value | int | str) -> None:
+        before = self.J.block, self.J.region
+        self.J.block, self.J.region = self._block, self._region
         self.J.emit(name, *operands, own=True)
-        self.J.block = block
+        self.J.block, self.J.region = before
 
     def finish(self) -> None:
         """Put it before the kernel: what is read of the arguments is loaded, and waited for."""
@@ -96,9 +97,7 @@ class Prologue:
         for value, at in used:
             self._emit("s_load_dword" if value.dwords == 1 else "s_load_dwordx2", value, self._segment, at)
         if used:
-            block, self.J.block = self.J.block, self._block
-            self.J.emit("s_waitcnt", "lgkmcnt(0)", own=True)
-            self.J.block = block
+            self._emit("s_waitcnt", "lgkmcnt(0)")
         entry.instructions[:0] = [*self._block.instructions[:-1], *rest.instructions, *self._block.instructions[-1:]]
 
 

@@ -12,6 +12,7 @@ import torch
 import accelpatch
 
 ROWS = 4  # of a workgroup, each a wavefront's
+STEPS = 4  # loads of each operand that a wavefront has under way
 
 
 def sum_of_lanes(J, value):
@@ -27,30 +28,41 @@ def load(J, wide):
     return {1: J.global_load_ushort, 2: J.global_load_dword, 4: J.global_load_dwordx2, 8: J.global_load_dwordx4}[wide]
 
 
-@accelpatch.jit(threads=64 * ROWS)
+@accelpatch.jit(threads=64 * ROWS, waits="auto")
 def gemv(J, K, w: "bf16*", x: "bf16*", y: "bf16*", n: "int"):
     wide = math.gcd(K, 8)  # elements of a load: all rows must begin where such a load may
     row = J.gpr(J.blockIdx.x * ROWS + J.wave_id)
     with J.If(row < n):
         w_row = J.gpr("su64", w + row.to("u64") * (K * 2))
-        words = max(1, wide // 2)
-        a, b = J.gpr(words, "vu32"), J.gpr(words, "vu32")
-        total = J.gpr("vf32", 0.0)
-        with J.For(J.lane_id * wide, K, 64 * wide) as k:
-            offset = J.gpr(k * 2)
-            load(J, wide)(a, offset, w_row)
-            load(J, wide)(b, offset, x)
-            J.s_waitcnt(mod="vmcnt(0)")
-            for i in range(words):
-                # A bfloat16 is the upper half of an f32: two of them lie in a word, the first one in its lower half.
-                low, other = J.gpr("vu32", a[i] << 16), J.gpr("vu32", b[i] << 16)
-                total[0] = low.view("f32") * other.view("f32") + total
-                if wide > 1:
-                    high, other = J.gpr("vu32", a[i] & 0xFFFF0000), J.gpr("vu32", b[i] & 0xFFFF0000)
-                    total[0] = high.view("f32") * other.view("f32") + total
-        sum_of_lanes(J, total)
+        total = J.gpr(2, "vf32", 0.0)
+        k = J.gpr(J.lane_id * wide)
+        for steps in (STEPS, 1):  # so many loads at once; then what is left of K, lane by lane
+            ahead = (steps - 1) * 64 * wide
+            if ahead >= K:
+                continue
+            with J.While(k < K - ahead):
+                add_products(J, total, k, wide, steps, w_row, x)
+                k[0] = k + steps * 64 * wide
+        total[0] = total[0] + total[1]
+        sum_of_lanes(J, total[0])
         with J.If(J.lane_id == 63):
-            J.global_store_short(J.gpr("vu32", row * 2), total.to("bf16"), y)
+            J.global_store_short(J.gpr("vu32", row * 2), total[0].to("bf16"), y)
+
+
+def add_products(J, total, k, wide, steps, w_row, x):
+    """Add w[k] x[k] of a lane's elements to two sums, those with an even k and the others."""
+    words, offset = max(1, wide // 2), J.gpr(k * 2)
+    a, b = J.gpr(steps, words, "vu32"), J.gpr(steps, words, "vu32")
+    for step in range(steps):
+        load(J, wide)(a[step], offset, w_row, mod=f"offset:{step * 128 * wide}")
+        load(J, wide)(b[step], offset, x, mod=f"offset:{step * 128 * wide}")
+    for one, other in ((a[step, i], b[step, i]) for step in range(steps) for i in range(words)):
+        # A bfloat16 is the upper half of an f32: two of them lie in a word, the first one in its lower half.
+        p, q = J.gpr(2, "vf32"), J.gpr(2, "vf32")
+        for pair, word in ((p, one), (q, other)):
+            pair.view("u32")[0] = word << 16
+            pair.view("u32")[1] = word & 0xFFFF0000 if wide > 1 else 0
+        total[:] = p * q + total
 
 
 def multiply(w, x, device=None, arch=None):

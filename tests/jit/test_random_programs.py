@@ -36,12 +36,3 @@ def memory(program: Any, arch: str) -> list[list[int]]:
 @given(program=PROGRAMS)
 def test_it_is_what_python_computes(arch: str, program: Any) -> None:
     assert memory(program, arch) == jit_programs.expected(program, start().tolist())
-
-
-@QUICK
-@given(program=PROGRAMS)
-def test_dead_code_changes_nothing(program: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiling, "remove_dead_code", lambda program: None)
-        without = memory(program, "gfx942")
-    assert memory(program, "gfx942") == without

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from accelpatch.jit import jit
-from accelpatch.jit.kernel import Kernel
+from accelpatch.jit.kernel import OPTIONAL, Kernel
 
 ARCHS = ("gfx90a", "gfx942", "gfx950")
 LANES = 64
@@ -69,7 +70,7 @@ def lanes(body: Compute, x: np.ndarray, arch: str = "gfx942") -> list[int]:
 def names(function: Compute, arch: str = "gfx942") -> list[str]:
     """The instructions that ``function(J, ...)`` becomes, without those of its prologue, of memory and control."""
     units = ("control", "smem", "global", "buffer", "flat", "ds")
-    program = jit()(function).ir(arch)
+    program = jit(without=["common_subexpressions", "hide_stalls"])(function).ir(arch)
     return [one.name for one in program.instructions() if one.form.unit not in units and not one.own]
 
 
@@ -77,3 +78,29 @@ def line_of(text: str) -> int:
     """The number of the line of the calling file that holds a text as a comment."""
     source = inspect.getsource(sys.modules[sys._getframe(1).f_globals["__name__"]])
     return next(number for number, line in enumerate(source.splitlines(), 1) if line.endswith(f"# {text}"))
+
+
+def built(body: Callable[..., None], waits: str = "auto", **given: Any) -> Kernel:
+    """A kernel of ``body(J, x)``, x: "int*"."""
+
+    def kernel(J: Any, x: "int*") -> None:
+        body(J, x)
+
+    return jit(waits=waits, **given)(kernel)
+
+
+def code(kernel: Kernel, arch: str = "gfx942") -> list[str]:
+    """The instructions between the loads of arguments and the end."""
+    text = re.findall(r"^\t([a-z]\w*[^/\n]*?)\s*//", kernel.source(arch), re.MULTILINE)
+    return [line for line in text if not line.startswith(("s_load_dword", "s_endpgm"))]
+
+
+def before_and_after(body: Callable[..., None], name: str, waits: str = "auto") -> tuple[list[str], list[str]]:
+    """The instructions with no pass that only improves, and with this one."""
+    kernel = built(body, waits)
+    return code(kernel.without(*OPTIONAL)), code(kernel.without(*(one for one in OPTIONAL if one != name)))
+
+
+def count(lines: list[str], name: str) -> int:
+    """How many of the lines have an instruction."""
+    return sum(line.split()[0] == name for line in lines)

@@ -9,6 +9,7 @@ An expression is a number, a register ("v", 0) or ("s", 1), or (operator, left, 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,9 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "&": opera
              "^": operator.xor, "<<": operator.lshift, ">>": operator.rshift}  # fmt: skip
 COMPARISONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq,
                "!=": operator.ne}  # fmt: skip
+
+
+Statements = Sequence[st.SearchStrategy[Any]]
 
 
 def signed(value: int) -> int:
@@ -51,16 +55,17 @@ def registers_of(tree: Any) -> bool:
     return isinstance(tree, tuple) and (tree[0] in ("v", "s") or any(map(registers_of, tree[1:])))
 
 
-def statements(depth: int, *, loop: bool = False) -> st.SearchStrategy[Any]:
+def statements(depth: int, *, loop: bool = False, more: Statements = ()) -> st.SearchStrategy[Any]:
     plain = [
+        *more,
         st.tuples(st.just("v"), st.integers(0, VECTORS - 1), expressions("vs")),
         st.tuples(st.just("s"), st.integers(0, SCALARS - 1), expressions("s")),
     ]
     if loop:
         plain.append(st.sampled_from([("break",), ("continue",)]))
     if depth:
-        body = bodies(depth - 1, loop=loop)
-        inside = bodies(depth - 1, loop=True)
+        body = bodies(depth - 1, loop=loop, more=more)
+        inside = bodies(depth - 1, loop=True, more=more)
         plain += [
             st.tuples(st.just("if"), st.one_of(conditions("vs"), conditions("s")), body, st.one_of(st.just(()), body)),
             st.tuples(st.just("for"), st.integers(1, 4), inside),
@@ -69,8 +74,9 @@ def statements(depth: int, *, loop: bool = False) -> st.SearchStrategy[Any]:
     return st.one_of(plain)
 
 
-def bodies(depth: int, *, loop: bool = False) -> st.SearchStrategy[Any]:
-    return st.lists(statements(depth, loop=loop), min_size=1, max_size=4).map(tuple)
+def bodies(depth: int, *, loop: bool = False, more: Statements = ()) -> st.SearchStrategy[Any]:
+    """more: statements besides those above."""
+    return st.lists(statements(depth, loop=loop, more=more), min_size=1, max_size=4).map(tuple)
 
 
 @dataclass

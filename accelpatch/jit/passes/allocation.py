@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from accelpatch.errors import CompileError
 from accelpatch.jit.ir import Instruction, Program, Register
-from accelpatch.jit.location import fail
 from accelpatch.jit.passes.liveness import Flow, bits
 from accelpatch.jit.types import FILES
 
@@ -20,6 +20,10 @@ _ADDRESSED = 256  # vector registers, and accumulators, that an instruction can 
 _FILE = 512  # of both together that a SIMD has for a lane
 #: results that must not lie where the operands are: they are written before all of these are read
 _EARLY = ("v_mad_u64_u32", "v_mad_i64_i32", "v_qsad_pk_u16_u8", "v_mqsad_pk_u16_u8", "v_mqsad_u32_u8")
+
+
+class RegistersRunOut(CompileError):
+    """A file has too few registers for what is alive at one time."""
 
 
 @dataclass
@@ -76,8 +80,19 @@ def _add(slots: dict[int, int], unit: int, start: int, end: int) -> None:
 
 
 def allocate(program: Program, found: Flow, pending: Mapping[Instruction, int]) -> Places:
-    """Places for all registers that are used. Raises CompileError where a file has too few."""
+    """Places for all registers that are used. Raises RegistersRunOut where a file has too few."""
     slots = live_slots(program, found, pending)
+    return _allocated(program, slots)
+
+
+def apart(program: Program, found: Flow, pending: Mapping[Instruction, int]) -> Places:
+    """The same with a place of its own for every register: what is alive always shares with nothing."""
+    slots = live_slots(program, found, pending)
+    always = (1 << 2 * sum(len(block.instructions) for block in program.blocks)) - 1
+    return _allocated(program, dict.fromkeys(slots, always))
+
+
+def _allocated(program: Program, slots: Mapping[int, int]) -> Places:
     lives = {register: [slots.get(register.unit + at, 0) for at in range(register.dwords)]
              for register in program.registers}  # fmt: skip
     places = Places()
@@ -145,5 +160,7 @@ def _run_out(
     names = ", ".join(f"{name} of {where} ({count})" for (name, where), count in
                       sorted(holders.items(), key=lambda item: -item[1])[:8])  # fmt: skip
     apart = "" if held > limit else " but not side by side, as an array must be"
-    fail(f"{FILES[file]} registers run out: {held} are held here and {limit} are to be had{apart}, so that "
-         f"{failed.name} of {failed.line} ({failed.dwords}) has none. They are held by {names}", line)  # fmt: skip
+    raise RegistersRunOut(
+        f"{line}: {FILES[file]} registers run out: {held} are held here and {limit} are to be had{apart}, so that "
+        f"{failed.name} of {failed.line} ({failed.dwords}) has none. They are held by {names}"
+    )

@@ -112,7 +112,7 @@ def _forward(program: Program, found: Flow, start: int) -> None:
 
 def check_written(program: Program, found: Flow) -> None:
     """Raises CompileError where a register is read that nothing can have written."""
-    for block in program.blocks:
+    for block in program.reached():
         held = found.held_in[block]
         for one in block.instructions:
             for operand, slot in zip(one.operands, one.form.operands, strict=True):

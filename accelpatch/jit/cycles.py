@@ -1,0 +1,77 @@
+"""What llvm-mca says of assembly: cycles of a wavefront that has the machine to itself, one after the other.
+
+It knows how long instructions take and which wait for each other, and nothing of caches, of other wavefronts, or of how
+busy memory is. It serves to compare two ways of writing a loop, never to predict a time.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from accelpatch.errors import CompileError
+
+_TOOLS = ("llvm-mca-19", "/opt/rocm/llvm/bin/llvm-mca", "llvm-mca")
+_LABEL = re.compile(r"^([\w.$]+):")
+_BYTES = {"ubyte": 1, "sbyte": 1, "ushort": 2, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
+
+
+def code(assembly: str, name: str) -> list[str]:
+    """The labels and instructions of a kernel in an assembly file, without comments and directives."""
+    lines = [re.sub(r"(//|;).*", "", line).strip() for line in assembly.splitlines()]
+    start = lines.index(f"{name}:") + 1
+    over = (".size", ".Lfunc_end", ".Lend_", ".section")
+    end = next(at for at in range(start, len(lines)) if lines[at].startswith(over))
+    return [line for line in lines[start:end] if line and (_LABEL.match(line) or not line.startswith("."))]
+
+
+def instructions(lines: Sequence[str]) -> list[str]:
+    return [line for line in lines if not _LABEL.match(line)]
+
+
+def loops(lines: Sequence[str]) -> list[list[str]]:
+    """The instructions of each loop: from a label to the last branch back to it, loops inside of others first."""
+    places = {found[1]: at for at, line in enumerate(lines) if (found := _LABEL.match(line))}
+    ends: dict[int, int] = {}
+    for at, line in enumerate(lines):
+        found = re.match(r"s_c?branch\w* +(\S+)", line)
+        if found and places.get(found[1], at) < at:
+            ends[places[found[1]]] = at + 1
+    return [instructions(lines[start:end]) for start, end in sorted(ends.items(), key=lambda one: one[1] - one[0])]
+
+
+def bytes_loaded(lines: Sequence[str]) -> int:
+    """Bytes that a lane loads from global memory and buffers."""
+    found = (re.match(r"(?:global|buffer|flat)_load_(\w+?)(?:_d16\w*)? ", line) for line in lines)
+    return sum(_BYTES[one[1]] for one in found if one)
+
+
+def cycles(lines: Sequence[str], arch: str, rounds: int = 1) -> float:
+    """Cycles that so many rounds of the instructions take, each; by LLVM's model of the arch, which gfx950 has none of
+    before LLVM 20. An s_nop counts as the wait states that it is. Raises CompileError where there is no llvm-mca, or it
+    does not know an instruction."""
+    tool = next((found for one in _TOOLS if (found := shutil.which(one))), None)
+    if tool is None:
+        raise CompileError("there is no llvm-mca here: install Debian's llvm-19, or ROCm with its LLVM")
+    command = [tool, "-mtriple=amdgcn-amd-amdhsa", f"-mcpu={arch}", f"-iterations={rounds}", "-"]
+    text = "\n".join(part for line in lines for part in _plain(line))
+    done = subprocess.run(command, input=text + "\n", capture_output=True, text=True, check=False)
+    total = re.search(r"Total Cycles: +(\d+)", done.stdout)
+    if done.returncode or total is None or "error:" in done.stderr:
+        raise CompileError(f"llvm-mca does not know this assembly of {arch}: {done.stderr[:500]}")
+    return int(total[1]) / rounds
+
+
+def _plain(line: str) -> list[str]:
+    """A line as llvm-mca can count it: one s_nop for each wait state, no labels, which it does not have, and global
+    memory in place of buffers, on which that of LLVM 19 aborts: both take as long."""
+    if found := re.match(r"s_nop +(\w+)", line):
+        return ["s_nop 0"] * (int(found[1], 0) + 1)
+    if found := re.match(r"buffer_(load|store)_(\w+) +([^,]+), *([^,]+), *s\[(\d+):\d+\]", line):
+        kind, size, data, address, first = found.groups()
+        given = ["v0" if address == "off" else re.sub(r"v\[(\d+):\d+\]", r"v\1", address), data]
+        names = ", ".join(given[::-1] if kind == "load" else given)
+        return [f"global_{kind}_{size} {names}, s[{first}:{int(first) + 1}]"]
+    return ["s_nop 0"] if re.match(r"s_c?branch", line) else [line]

@@ -1,0 +1,59 @@
+"""Inserts the waits that a kernel of ``waits="auto"`` leaves out: each as late as it may be, for as few as it needs.
+
+Before a barrier what the wavefront read and wrote in LDS is waited for, as other wavefronts go on from there; before
+the cache of scalar memory is written back, what was stored there.
+"""
+
+from __future__ import annotations
+
+from accelpatch.jit.instructions import form_for, instruction
+from accelpatch.jit.ir import Instruction, Program
+from accelpatch.jit.location import fail
+from accelpatch.jit.passes.waits import LDS, STORED, State, early, entries, left, touched
+
+
+def insert_waits(program: Program, *, all_of_them: bool = False) -> None:
+    """all_of_them: every wait is until nothing is under way. Raises CompileError where a wait of the kernel's own
+    leaves under way what is then used without another one."""
+    form = form_for("s_waitcnt", program.arch, 1, "")
+    for block, state in entries(program, _step).items():
+        made: list[Instruction] = []
+        for one in block.instructions:
+            _check(one, state)
+            wanted = _needed(one, state)
+            if wanted:
+                counts = " ".join(f"{name}({0 if all_of_them else wanted[name]})" for name in sorted(wanted)[::-1])
+                made.append(instruction(form, [counts], "", one.line, one.region))
+            made.append(one)
+            _step(state, one)
+        block.instructions = made
+
+
+def _step(state: State, one: Instruction) -> None:
+    for name, value in _needed(one, state).items():
+        state.wait(name, value)
+    state.step(one)
+
+
+def _needed(one: Instruction, state: State) -> dict[str, int]:
+    """Counter -> what must be waited for before an instruction."""
+    loads = [load for _, load in touched(one, state)]
+    if one.name == "s_barrier":
+        loads += [load for unit, load in state.loads.items() if isinstance(unit, str) and unit.startswith(LDS)]
+    if one.name == "s_dcache_wb" and STORED in state.loads:
+        loads.append(state.loads[STORED])
+    found: dict[str, int] = {}
+    for load in loads:
+        for name, count in left(load, state).items():
+            found[name] = min(count, found.get(name, count))
+    return found
+
+
+def _check(one: Instruction, state: State) -> None:
+    """A wait that the kernel has is its word on what it waits for: nothing is put beside it in silence."""
+    for unit, load in touched(one, state):
+        if load.left is not None:
+            counts = " ".join(f"{name}({count})" for name, count in left(load, state).items())
+            fail(f"{early(one, unit, load)}: the wait of {load.left.line}, {load.left.operands[0]}, leaves that under "
+                 f"way, where {counts} is needed. Put J.s_waitcnt(mod=\"{counts}\") before it, or leave that wait out: "
+                 'waits="auto" finds its own', one.line)  # fmt: skip
