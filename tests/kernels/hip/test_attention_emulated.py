@@ -27,6 +27,7 @@ from tests.support.parity import bits
 from tests.support.spread import spread
 
 pytestmark = [
+    pytest.mark.each_value,
     pytest.mark.slow,  # its compilations
     pytest.mark.skipif(COMPILER is None, reason="needs g++"),
     pytest.mark.skipif(DEVICE.type != "cpu", reason="its tensors lie on the CPU"),
@@ -134,7 +135,6 @@ def _fits(vendor: str, case: Step) -> None:
         pytest.skip("as for Hopper but for where copies begin, whatever the size")
 
 
-@pytest.mark.each_value
 @spread("case, order", CASES | LONG, ORDERS)
 def test_float_rule(case: Step, order: tuple[int, int], vendor: str, library: ctypes.CDLL) -> None:
     _fits(vendor, case)
@@ -142,7 +142,6 @@ def test_float_rule(case: Step, order: tuple[int, int], vendor: str, library: ct
     assert_float_rule(_op(library), case, torch.float16 if order[0] else torch.bfloat16)
 
 
-@pytest.mark.each_value
 @spread("case, processors", SAME | LONG, [1, 8])
 def test_a_token_gets_the_bits_that_it_gets_alone(
     case: Step, processors: int, vendor: str, library: ctypes.CDLL
@@ -152,7 +151,6 @@ def test_a_token_gets_the_bits_that_it_gets_alone(
     assert_the_same_bits(_op(library), case, torch.bfloat16)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("case", LONG.values(), ids=LONG)
 def test_the_bits_do_not_depend_on_which_block_has_what(case: Step, vendor: str, library: ctypes.CDLL) -> None:
     _fits(vendor, case)
@@ -164,7 +162,6 @@ def test_the_bits_do_not_depend_on_which_block_has_what(case: Step, vendor: str,
     assert all(torch.equal(bits(one), bits(found[0])) for one in found)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("case", WINDOWS.values(), ids=WINDOWS)
 def test_what_blocks_hand_each_other_may_be_late(case: Step, vendor: str, library: ctypes.CDLL) -> None:
     _fits(vendor, case)
