@@ -43,7 +43,10 @@ def test_the_name_of_the_method() -> None:
     assert registration.METHOD == METHOD
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order",
+    [pytest.param(one, marks=pytest.mark.nightly if one in ("again", "not yet read") else ()) for one in ORDERS],
+)
 @pytest.mark.smoke
 def test_from_pretrained_loads_a_saved_model(order: str, saved: Path) -> None:
     program = (

@@ -222,7 +222,7 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
         Shape(max(1, asked.tokens // length), asked.heads, kv_heads, length, size, kind)
         for kind, size, kv_heads, length in sizes
     ]  # fmt: skip
-    checked = list(CHECKED.items())[: 2 if asked.tiny else None]
+    checked = [(name, call) for name, call in CHECKED.items() if not asked.tiny or call.length * call.keys < 50_000]
     with torch.inference_mode():
         draw_of = torch.Generator().manual_seed
         check(OP, ((name, made(call, draw_of(0), DTYPE, device)) for name, call in checked), device, names)
