@@ -15,7 +15,8 @@ from accelpatch.errors import CompileError
 
 _TOOLS = ("llvm-mca-19", "/opt/rocm/llvm/bin/llvm-mca", "llvm-mca")
 _LABEL = re.compile(r"^([\w.$]+):")
-_BYTES = {"ubyte": 1, "sbyte": 1, "ushort": 2, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
+_BYTES = {"ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12,
+          "dwordx4": 16}  # fmt: skip
 
 
 def code(assembly: str, name: str) -> list[str]:
@@ -43,9 +44,12 @@ def loops(lines: Sequence[str]) -> list[list[str]]:
 
 
 def bytes_loaded(lines: Sequence[str]) -> int:
-    """Bytes that a lane loads from global memory and buffers."""
-    found = (re.match(r"(?:global|buffer|flat)_load_(\w+?)(?:_d16\w*)? ", line) for line in lines)
-    return sum(_BYTES[one[1]] for one in found if one)
+    """Bytes that a lane loads from global memory and buffers. Raises CompileError for loads that convert formats."""
+    found = [re.match(r"(?:global|buffer|flat)_load_(?:lds_)?(\w+?)(?:_d16\w*)? ", line) for line in lines]
+    sizes = [one[1] for one in found if one]
+    if unknown := [size for size in sizes if size not in _BYTES]:
+        raise CompileError(f"how many bytes a load of {unknown[0]} takes is not known here")
+    return sum(_BYTES[size] for size in sizes)
 
 
 def cycles(lines: Sequence[str], arch: str, rounds: int = 1) -> float:

@@ -64,6 +64,9 @@ class Value(Node):
         first, rest, sliced = 0, [], False
         for index, size in zip((*at, *[slice(None)] * (len(self.shape) - len(at))), self.shape, strict=True):
             if isinstance(index, slice):
+                for part in (index.start, index.stop, index.step):
+                    if not isinstance(part, int | None):
+                        self._bad_index(part, size)
                 start, stop, step = index.indices(size)
                 if step != 1 or stop <= start or (sliced and (start, stop) != (0, size)):
                     fail(f"{index} is no run of neighbouring registers of {self.shape}")

@@ -137,3 +137,40 @@ def test_kernels_that_wait_too_little_by_themselves(body: Body) -> None:
     with pytest.raises(CompileError, match="may not have filled yet"):
         jit()(kernel).ir()
     jit(waits="auto")(kernel).ir()
+
+
+def test_a_wait_of_its_own_for_one_load_leaves_the_other_to_the_pass() -> None:
+    def body(J: Any, x: Any, a: Any, b: Any, s: Any) -> None:
+        J.global_load_dword(a, J.threadIdx.x, x)
+        J.global_load_dword(b, J.threadIdx.x, x)
+        J.s_waitcnt(mod="vmcnt(1)")
+        a[0] = a + 1
+        b[0] = b + 1
+
+    found = [line for line in shown(body) if not line.startswith("global")]
+    assert found == ["s_waitcnt vmcnt(1)", "v_add_u32", "s_waitcnt vmcnt(0)", "v_add_u32"]
+
+
+def test_lds_is_read_behind_what_memory_loads_into_it() -> None:
+    def body(J: Any, x: Any, a: Any, b: Any, s: Any) -> None:
+        place = J.alloc_lds(256)
+        buffer = J.buffer(x, 256)
+        J.s_mov_b32("m0", place)
+        a[0] = J.lane_id * 4
+        J.buffer_load_dword(a, buffer, 0, mod="offen lds")
+        J.ds_read_b32(b, J.lane_id * 4)
+
+    found = shown(body)
+    assert found[found.index("buffer_load_dword") + 1 :] == ["s_waitcnt vmcnt(0)", "ds_read_b32"]
+
+
+def test_a_wait_of_its_own_that_is_too_little_for_a_barrier_is_an_error() -> None:
+    def body(J: Any, x: Any, a: Any, b: Any, s: Any) -> None:
+        a[0] = 1
+        J.ds_write_b32(J.lane_id * 4, a)
+        J.ds_write_b32(J.lane_id * 4, a, mod="offset:256")
+        J.s_waitcnt(mod="lgkmcnt(1)")
+        J.s_barrier()
+
+    with pytest.raises(CompileError, match=r"s_barrier comes before ds_write_b32 .* lgkmcnt\(0\) is needed"):
+        shown(body)

@@ -195,7 +195,13 @@ def test_registers_at_a_run_time_index_are_an_error() -> None:
     def by_instruction(J: Any, x: Any) -> None:
         J.s_set_gpr_idx_on(J.gpr("su32", 1), 1)  # by an instruction
 
-    for body, text in ((by_expression, "by an expression"), (by_instruction, "by an instruction")):
+    def by_slice(J: Any, x: Any) -> None:
+        rows = J.gpr(4, "vi32", 0)
+        with J.For(0, 4) as row:
+            rows[row : row + 1] = 1  # by a slice
+
+    each = {"by an expression": by_expression, "by an instruction": by_instruction, "by a slice": by_slice}
+    for text, body in each.items():
         with pytest.raises(CompileError, match=rf"^test_passes\.py:{line_of(text)}: .*known at compile time"):
             built(body).ir()
 

@@ -112,3 +112,21 @@ def test_of_what_touches_memory_only_loads_are_dead_code(name: str, gone: bool) 
 
     assert count(code(built(body)), name) == (not gone)
     assert count(code(built(body, "checked")), name) == 1
+
+
+@pytest.mark.parametrize("register", ["m0", "vcc"])
+def test_a_store_is_not_dead_where_a_hidden_part_of_its_address_has_changed(register: str) -> None:
+    def body(J: Any, x: Any) -> None:
+        place, one, two = J.gpr(J.threadIdx.x * 4), J.gpr("vi32", 1), J.gpr("vi32", 2)
+        buffer = J.buffer(x, 4096)
+        for value, where in ((one, 0), (two, 256)):
+            if register == "m0":
+                J.s_mov_b32("m0", where)
+                J.buffer_store_dword(value, place, buffer, "m0", mod="offen")
+            else:
+                J.s_mov_b64("vcc", where)
+                J.global_store_dword(place, value, "vcc")
+
+    before, after = before_and_after(body, "dead_stores")
+    stores = "buffer_store_dword" if register == "m0" else "global_store_dword"
+    assert (count(before, stores), count(after, stores)) == (2, 2)

@@ -1,7 +1,8 @@
 """Inserts the waits that a kernel of ``waits="auto"`` leaves out: each as late as it may be, for as few as it needs.
 
-Before a barrier what the wavefront read and wrote in LDS is waited for, as other wavefronts go on from there; before
-the cache of scalar memory is written back, what was stored there.
+Before a barrier what the wavefront read and wrote in LDS is waited for, as other wavefronts go on from there; before an
+access of LDS, what memory loads into it past the registers; before the cache of scalar memory is written back, what was
+stored there.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from accelpatch.jit.instructions import form_for, instruction
 from accelpatch.jit.ir import Instruction, Program
 from accelpatch.jit.location import fail
-from accelpatch.jit.passes.waits import LDS, STORED, State, early, entries, left, touched
+from accelpatch.jit.passes.waits import LDS, STORED, Load, State, early, entries, left, touched
 
 
 def insert_waits(program: Program, *, all_of_them: bool = False) -> None:
@@ -37,21 +38,30 @@ def _step(state: State, one: Instruction) -> None:
 
 def _needed(one: Instruction, state: State) -> dict[str, int]:
     """Counter -> what must be waited for before an instruction."""
-    loads = [load for _, load in touched(one, state)]
-    if one.name == "s_barrier":
-        loads += [load for unit, load in state.loads.items() if isinstance(unit, str) and unit.startswith(LDS)]
-    if one.name == "s_dcache_wb" and STORED in state.loads:
-        loads.append(state.loads[STORED])
     found: dict[str, int] = {}
-    for load in loads:
+    for _, load in _awaited(one, state):
         for name, count in left(load, state).items():
             found[name] = min(count, found.get(name, count))
     return found
 
 
+def _awaited(one: Instruction, state: State) -> list[tuple[int | str, Load]]:
+    """What an instruction must come after: loads of its registers; of a barrier, accesses of LDS; of accesses of LDS,
+    what memory loads into it past the registers, unless the kernel has had a wait for that itself."""
+    found: list[tuple[int | str, Load]] = list(touched(one, state))
+    lds = [(unit, load) for unit, load in state.loads.items() if isinstance(unit, str) and unit.startswith(LDS)]
+    if one.name == "s_barrier":
+        found += lds
+    elif one.form.unit in ("ds", "flat"):
+        found += [(unit, load) for unit, load in lds if "vmcnt" in load.after and load.left is None]
+    if one.name == "s_dcache_wb" and STORED in state.loads:
+        found.append((STORED, state.loads[STORED]))
+    return found
+
+
 def _check(one: Instruction, state: State) -> None:
     """A wait that the kernel has is its word on what it waits for: nothing is put beside it in silence."""
-    for unit, load in touched(one, state):
+    for unit, load in _awaited(one, state):
         if load.left is not None:
             counts = " ".join(f"{name}({count})" for name, count in left(load, state).items())
             fail(f"{early(one, unit, load)}: the wait of {load.left.line}, {load.left.operands[0]}, leaves that under "

@@ -61,7 +61,11 @@ def _place(one: Instruction) -> tuple[Operand, ...]:
 def _place_units(one: Instruction) -> int:
     units = 0
     for operand in _place(one):
-        units |= operand.mask if isinstance(operand, Part) else 0
+        if isinstance(operand, Part):
+            units |= operand.mask
+        elif operand in HIDDEN:
+            first, many = HIDDEN[operand]
+            units |= ((1 << many) - 1) << first
     return units
 
 

@@ -24,8 +24,8 @@ LDS, STORED = "LDS ", "stored by scalars"
 
 @dataclass(frozen=True)
 class Load:
-    """What is under way to a register. after: counter -> how many operations were begun since, at least. left: the wait
-    of the kernel's own that was for fewer of them, if one was."""
+    """What is under way to a register. after: counter -> how many operations were begun since, at least. left: a wait
+    of the kernel's own that came since and was over for none of what is counted, if one did."""
 
     by: Instruction
     after: Mapping[str, int]
@@ -72,11 +72,12 @@ class State:
 
     def wait(self, name: str, value: int, by: Instruction | None = None) -> None:
         """At most so many operations of a counter are under way from here on. by: the kernel's wait that says so."""
-        for unit, load in list(self.loads.items()):
-            if name not in load.after:
-                continue
-            if load.after[name] < value or (value and name in self.unordered):
-                self.loads[unit] = replace(load, left=by or load.left)
+        counted = {unit: load for unit, load in self.loads.items() if name in load.after}
+        stay = {unit: load for unit, load in counted.items()
+                if load.after[name] < value or (value and name in self.unordered)}  # fmt: skip
+        for unit, load in counted.items():
+            if unit in stay:
+                self.loads[unit] = replace(load, left=by or load.left) if len(stay) == len(counted) else load
                 continue
             rest = {other: count for other, count in load.after.items() if other != name}
             if rest:
@@ -93,7 +94,8 @@ class State:
                 self.loads[unit] = replace(load, after={**load.after, name: count})
         if one.form.unit in ("smem", "flat"):
             self.unordered.add(name)
-        lds = one.form.unit == "ds" or "lds" in one.form.flags or "_lds_" in one.name
+        by_dma = "lds" in one.form.flags or "_lds_" in one.name or "lds" in one.mod.split()
+        lds = one.form.unit == "ds" or by_dma or (one.form.unit == "flat" and "load" not in one.name)
         stored = [STORED] if one.form.unit == "smem" and "store" in one.form.flags else []
         units: list[int | str] = [*bits(one.writes), *([LDS + name] if lds else stored)]
         for unit in units:
@@ -161,8 +163,10 @@ def left(load: Load, state: State) -> dict[str, int]:
     return {name: 0 if name in state.unordered else min(count, MOST[name]) for name, count in load.after.items()}
 
 
-def early(one: Instruction, unit: int, load: Load) -> str:
+def early(one: Instruction, unit: int | str, load: Load) -> str:
     """What is wrong with an instruction that comes before a load is over."""
+    if isinstance(unit, str):
+        return f"{one.name} comes before {load.by.name} of {load.by.line} is over"
     name = next(operand.register.name for operand in one.operands if isinstance(operand, Part)
                 and operand.mask >> unit & 1)  # fmt: skip
     verb = "reads" if one.reads >> unit & 1 else "writes"
