@@ -17,8 +17,10 @@ if TYPE_CHECKING:
         evaluate,
         evaluate_tasks,
         export,
+        finetune,
         load,
         load_plugin,
+        merge,
         patch,
         patch_on_first_use,
         patched,
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AccelpatchConfig", "AccelpatchError", "Choice", "Reason", "Replacer", "calibrate", "evaluate", "evaluate_tasks",
-    "export", "implementation", "jit", "load", "load_plugin", "module", "patch", "patch_on_first_use", "patched",
+    "export", "finetune", "implementation", "jit", "load", "load_plugin", "merge", "module", "patch",
+    "patch_on_first_use", "patched",
     "plan", "plan_from_config", "replacer", "save_statistics", "selftest", "unpatch",
 ]  # fmt: skip
 # public name -> module; resolved at first use, so that `import accelpatch` needs no torch

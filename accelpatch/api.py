@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from accelpatch.adapters import attach, merge, merge_files
 from accelpatch.checkpoints.export import export
 from accelpatch.from_files import is_patched, load, quantize, register_checkpoints
 from accelpatch.in_memory import (
@@ -31,12 +32,14 @@ from accelpatch.replacers.plugin import load_plugin
 from accelpatch.runtime.code_watch import CODE
 from accelpatch.runtime.generation.first_use import on_first_use
 from accelpatch.runtime.generation.on_demand import unpatch_on_demand
+from accelpatch.training.runs import finetune
 from accelpatch.tuning.attention import tune as tune_attention
 
 __all__ = [
-    "calibrate", "check_tasks", "evaluate", "evaluate_tasks", "export", "is_patched", "load", "load_plugin", "patch",
-    "patch_on_first_use", "patched", "plan", "plan_from_config", "quantize", "random_model", "register_checkpoints",
-    "replacer", "save_statistics", "selftest", "tune_attention", "unpatch",
+    "attach", "calibrate", "check_tasks", "evaluate", "evaluate_tasks", "export", "finetune",
+    "is_patched", "load", "load_plugin", "merge", "merge_files", "patch", "patch_on_first_use", "patched", "plan",
+    "plan_from_config", "quantize", "random_model", "register_checkpoints", "replacer", "save_statistics", "selftest",
+    "tune_attention", "unpatch",
 ]  # fmt: skip
 
 

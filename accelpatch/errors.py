@@ -63,3 +63,7 @@ class CompileError(KernelError):
 
 class CacheError(AccelpatchError):
     """The cache folder is not private to the user, or not writable."""
+
+
+class TrainingError(AccelpatchError):
+    """A fine-tuning run cannot begin or go on; whole checkpoints that it wrote are kept, and the message says where."""

@@ -110,7 +110,7 @@ def test_requirements_are_ranges() -> None:
 
 def test_constraints_pin_every_requirement_inside_its_range() -> None:
     pins = {canonicalize_name(name): version for name, version in PINS.items()}
-    developers = PROJECT["optional-dependencies"]["dev"] + PROJECT["optional-dependencies"]["plot"]
+    developers = [one for extra in ("dev", "plot", "train") for one in PROJECT["optional-dependencies"][extra]]
     for text in PROJECT["dependencies"] + developers:
         wanted = Requirement(text)
         if wanted.name != "accelpatch":

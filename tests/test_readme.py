@@ -38,7 +38,11 @@ README, COMMANDS = (ROOT / "README.md").read_text(), (ROOT / "docs/commands.md")
 PAGES = README + COMMANDS
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # What a reader brings along.
-FILES = {"notes.txt": "It was the best of times. " * 12, "script.py": "import sys\nprint(sys.argv[1:])\n"}
+FILES = {
+    "notes.txt": "It was the best of times. " * 12,
+    "rows.jsonl": '{"prompt": "2+2=", "completion": "4"}\n' * 20,
+    "script.py": "import sys\nprint(sys.argv[1:])\n",
+}
 
 
 def blocks(language: str) -> list[str]:
@@ -120,6 +124,10 @@ def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_commands(line: str) -> None:
     if "--plot" in line:
         pytest.importorskip("matplotlib", reason="the plot extra is not installed")
+    if "finetune" in line or "--adapter" in line:
+        pytest.importorskip("trl", reason="the train extra is not installed")
+    if "--adapter" in line:
+        invoke(next(one for one in commands("accelpatch") if "--data rows.jsonl" in one))
     if "inspect" in line or "export" in line:  # what a command before it writes
         invoke(next(one for one in commands("accelpatch") if "quantize" in one))
     printed = invoke(line)
@@ -192,7 +200,7 @@ def test_the_plan() -> None:
 
 def test_what_run_prints() -> None:
     """The same lines in the same order; the figures are those of a real model."""
-    (line,) = [line for line in commands("accelpatch") if "--prompt" in line]
+    (line,) = [line for line in commands("accelpatch") if "--prompt" in line and "--adapter" not in line]
     shown = block_with("sites replaced").splitlines()[2:]
     printed = invoke(line).splitlines()[-len(shown) :]
     assert [text.split("  ")[0] for text in shown] == [text.split("  ")[0] for text in printed]

@@ -22,7 +22,9 @@ from . import (
     eval,
     exec,
     export,
+    finetune,
     inspect,
+    merge,
     plan,
     quantize,
     recipes,
@@ -91,7 +93,7 @@ def accelpatch(
 
 for command in (
     run.run, chat.chat, plan.plan, calibrate.calibrate, quantize.quantize, export.export, inspect.inspect,
-    eval.evaluate, bench.bench, doctor.doctor, build.build, selftest.selftest,
+    eval.evaluate, finetune.finetune, merge.merge, bench.bench, doctor.doctor, build.build, selftest.selftest,
 ):  # fmt: skip
     app.command("eval" if command is eval.evaluate else command.__name__)(command)
 app.command(bench_kernel.NAME)(bench_kernel.bench_kernel)

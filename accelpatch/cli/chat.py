@@ -23,6 +23,7 @@ MOST = 512  # tokens of an answer; fewer where the context is short
 HELP = """\
 /reset        forget the conversation; the system message stays
 /save FILE    write the messages as JSON; /save! FILE over a file that is there
+/adapter NAME answer with another adapter, of those given by --adapter
 /stats        tokens and rate of the last answer, and the context in use
 /help         this list
 /exit         end, as Ctrl-D does; Ctrl-C ends an answer
@@ -33,6 +34,7 @@ def chat(
     model: options.ModelArgument = options.DEFAULT_MODEL,
     recipe: options.OwnRecipeOption = None,
     system: options.SystemOption = None,
+    adapter: options.AdapterOption = None,
     statistics: StatisticsOption = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Generate at most this many tokens an answer; default: 512.")
@@ -53,12 +55,14 @@ def chat(
     """
     sampling = generation.sampling(max_new_tokens or MOST, temperature, top_p, top_k, seed, stop or ())
     options.check_system(system)
-    options.check_generation(model, recipe, max_new_tokens or 1)
+    options.check_generation(model, recipe, max_new_tokens or 1, adapters=adapter)
     options.prepare(recipe or options.DEFAULT_RECIPE, plugin)
     loaded = options.open_patched(
         model, recipe=recipe, dtype=dtype, device=device, statistics=statistics, verify=verify
     )
-    prompts.check_template(prompts.tokenizer_of(loaded))
+    options.check_adapters(adapter, prompts.tokenizer_of(loaded))
+    prompts.check_template(loaded.tokenizer)
+    loaded, _ = options.with_adapters(loaded, adapter)
     report = loaded.model.accelpatch.report()
     console.note(f"{model}, {report.recipe}: {report.replaced} of {len(report.sites)} sites replaced. {KEYS}")
     failed = _converse(Conversation(loaded, sampling, system), Reader())
@@ -112,6 +116,8 @@ def _command(conversation: Conversation, name: str, rest: str) -> bool:
         console.note("(the conversation begins anew)")
     elif name == "/stats":
         _print_stats(conversation)
+    elif name == "/adapter":
+        console.note(f"(answers are those of the adapter {conversation.take_adapter(rest.strip())} from here on)")
     elif name in ("/save", "/save!"):
         if not rest.strip():
             raise AccelpatchError(f"{name} needs the name of a file")

@@ -43,6 +43,15 @@ class Conversation:
         """Forget all but the system message."""
         self.messages, self.last, self.used, self.dropped = list(self._system), None, 0, 0
 
+    def take_adapter(self, name: str) -> str:
+        """Make another adapter the active one; its name. Raises AccelpatchError where there is none so called."""
+        known = list(getattr(self._loaded.model, "peft_config", {}))
+        if name not in known:
+            listed = f"there are {', '.join(known)}" if known else "give some by --adapter"
+            raise AccelpatchError(f"no adapter is called {name!r}: {listed}")
+        self._loaded.model.set_adapter(name)
+        return name
+
     def answer(self, text: str, write: Callable[[str], None], interrupted: Callable[[], bool]) -> Answer:
         """Answer a message; both are then part of the conversation, an interrupted answer as far as it came.
 

@@ -19,10 +19,11 @@ GIVES = {
     "nvcc": "compiling kernels for NVIDIA GPUs (pip install nvidia-cuda-nvcc, or the CUDA toolkit)",
     "triton": "Triton kernels on AMD and NVIDIA GPUs (accelpatch[triton]; ROCm builds of torch bring their own)",
     "peft": "LoRA adapters (accelpatch[peft])",
+    "trl": "accelpatch finetune (accelpatch[train])",
     "matplotlib": "accelpatch bench --plot (accelpatch[plot])",
 }
 COMPILERS = ("g++", "clang++", "hipcc", "nvcc")
-PACKAGES = ("triton", "peft", "matplotlib")
+PACKAGES = ("triton", "peft", "trl", "matplotlib")
 REQUIRED = ("accelpatch", "transformers", "accelerate", "safetensors", "gguf")
 # Variables that change what accelpatch, torch or transformers do; shown where they are set.
 VARIABLES = (

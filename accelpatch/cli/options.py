@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -89,6 +90,12 @@ VerifyOption = Annotated[
     Literal["auto", "full", "quick", "off"],
     typer.Option("--verify", help="How much is verified: all with all samples, the first of each kind, or nothing."),
 ]
+AdapterOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--adapter", exists=True, file_okay=False, metavar="DIR", help="LoRA on the model, as of finetune; repeatable."
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
@@ -142,11 +149,26 @@ def check_original(name: str, *, fetched: bool = True) -> Source:
     return source
 
 
-def check_generation(name: str, recipe: str | None, new_tokens: int, *, original: bool = False) -> None:
+def check_name(name: str) -> None:
+    """Raise LoadError for a name that is no model's, or that can neither be found here nor fetched. Loads no torch."""
+    from accelpatch.models import precheck
+
+    precheck.check_fetched(precheck.check(name))
+
+
+def is_main_process() -> bool:
+    """Whether this process is the one that prints, of those that torchrun or `accelerate launch` started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def check_generation(
+    name: str, recipe: str | None, new_tokens: int, *, original: bool = False, adapters: list[Path] | None = None
+) -> None:
     """Raise AccelpatchError for a model, a recipe or a length that cannot be, as far as is known without torch.
 
-    recipe: None for the default one. original: whether the float checkpoint is needed.
+    recipe: None for the default one. original: whether the float checkpoint is needed. adapters: folders of them.
     """
+    check_adapters(adapters)
     from accelpatch.models import precheck
     from accelpatch.recipe import recipe as recipes
 
@@ -206,6 +228,28 @@ def open_patched(
         return api.load(
             name, wanted, dtype=dtype, device=where, statistics=statistics, verify=verify, progress=progress
         )
+
+
+def with_adapters(loaded: Any, folders: list[Path] | None) -> tuple[Any, list[str]]:
+    """The loaded model with the adapters of these folders on it, the first one active, and their names."""
+    from dataclasses import replace
+
+    if not folders:
+        return loaded, []
+    from accelpatch import api
+
+    model, names = api.attach(loaded.model, folders)
+    return replace(loaded, model=model), names
+
+
+def check_adapters(folders: list[Path] | None, tokenizer: Any = None) -> None:
+    """Raise LoadError for a folder without an adapter. tokenizer: gets the chat template beside the first, if any."""
+    from accelpatch.models import precheck
+
+    for folder in folders or []:
+        precheck.check_adapter(folder)
+    if folders and tokenizer is not None and (file := folders[0] / "chat_template.jinja").is_file():
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
 
 
 def patch(model: Any, *, recipe: str | None, verify: str, statistics: Path | None = None) -> None:

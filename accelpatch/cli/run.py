@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
     from accelpatch.report import Report
 
+NO_ADAPTER = "patched"
 DEFAULT_PROMPT = "What is the capital of France?"
 
 
@@ -43,6 +46,7 @@ def run(
     system: options.SystemOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the model the prompt without its chat template.")] = False,
     chat: Annotated[bool, typer.Option("--chat", hidden=True, help="Fail without a chat template.")] = False,
+    adapter: options.AdapterOption = None,
     statistics: StatisticsOption = None,
     max_new_tokens: options.MaxNewTokensOption = 128,
     temperature: options.TemperatureOption = 0.0,
@@ -63,18 +67,35 @@ def run(
     """
     sampling = generation.sampling(max_new_tokens, temperature, top_p, top_k, seed, stop or ())
     text = _text(prompt, system, raw, chat)
-    options.check_generation(model, recipe, max_new_tokens, original=compare)
+    options.check_generation(model, recipe, max_new_tokens, original=compare, adapters=adapter)
     options.prepare(recipe or options.DEFAULT_RECIPE, plugin)
-    patched = partial(options.open_patched, recipe=recipe, statistics=statistics, verify=verify)
-    opened: Any = options.open_model if compare else patched
-    loaded = opened(model, dtype=dtype, device=device)
-    ids = _encode(loaded, text, system, raw, chat)
-    prompts.check_fits(loaded.model, ids.shape[1], max_new_tokens)
-    respond = partial(_respond, loaded, ids, sampling, compare=compare, raw=raw, json=json)
-    before = respond("original") if compare else None
+    given: Any = {"recipe": recipe, "statistics": statistics, "verify": verify}
+    loaded = _opened(model, dtype, device, adapter, None if compare else given)
+    ids = _encode(loaded, text, system, raw, chat, max_new_tokens)
+    respond = partial(_respond, ids=ids, sampling=sampling, compare=compare, raw=raw, json=json)
+    before = respond(loaded, name="original") if compare else None
     if compare:
-        options.patch(loaded.model, recipe=recipe, verify=verify, statistics=statistics)
-    _print(model, text, loaded.model, before, respond("patched"), json)
+        options.patch(loaded.model, **given)
+    _print(model, text, loaded.model, before, _with_each(loaded, adapter, respond), json)
+
+
+def _opened(model: str, dtype: str, device: str, adapters: list[Path] | None, patch: dict[str, Any] | None) -> Any:
+    """The model, patched as `patch` says unless that is None; its chat template is that of the adapters, if any."""
+    patched: Any = None if patch is None else partial(options.open_patched, **patch)
+    loaded = (patched or options.open_model)(model, dtype=dtype, device=device)
+    options.check_adapters(adapters, loaded.tokenizer)
+    return loaded
+
+
+def _with_each(loaded: Any, folders: list[Path] | None, respond: Callable[..., Outcome]) -> dict[str, Outcome]:
+    """The answer with each adapter, by its name; without any that of the model, under the name NO_ADAPTER."""
+    loaded, names = options.with_adapters(loaded, folders)
+    found = {}
+    for name in names or [NO_ADAPTER]:
+        if names:
+            loaded.model.set_adapter(name)
+        found[name] = respond(loaded, name=f"adapter {name}" if names else name, headed=len(names) > 1)
+    return found
 
 
 def _text(prompt: str, system: str | None, raw: bool, chat: bool) -> str:
@@ -92,20 +113,27 @@ def _text(prompt: str, system: str | None, raw: bool, chat: bool) -> str:
     return text
 
 
-def _encode(loaded: Any, text: str, system: str | None, raw: bool, chat: bool) -> Tensor:
-    """Ids [1, L] of the prompt on the model's device, in the chat template where there is one or one is asked for."""
+def _encode(loaded: Any, text: str, system: str | None, raw: bool, chat: bool, new_tokens: int) -> Tensor:
+    """Ids [1, L] of the prompt on the model's device, in the chat template where there is one or one is asked for.
+
+    Raises AccelpatchError where they and the new tokens are more than the context.
+    """
     tokenizer = prompts.tokenizer_of(loaded)
     chat = chat or system is not None or (not raw and prompts.has_template(tokenizer))
-    return prompts.encode(tokenizer, text, chat=chat, system=system).to(loaded.model.device)
+    ids = prompts.encode(tokenizer, text, chat=chat, system=system).to(loaded.model.device)
+    prompts.check_fits(loaded.model, ids.shape[1], new_tokens)
+    return ids
 
 
 def _respond(
-    loaded: Any, ids: Tensor, sampling: Sampling, name: str, *, compare: bool, raw: bool, json: bool
-) -> Outcome:
-    """The answer to ids [1, L], streamed to stdout, with ``compare`` under the heading ``name``; silently for JSON."""
+    loaded: Any, *, ids: Tensor, sampling: Sampling, name: str, compare: bool, raw: bool, json: bool,
+    headed: bool = False,
+) -> Outcome:  # fmt: skip
+    """The answer to ids [1, L], streamed to stdout, with ``headed`` or ``compare`` under the heading ``name``; silently
+    for JSON."""
     import torch
 
-    if compare and not json:
+    if (headed or compare) and not json:
         print(f"--- {name}")
     torch.manual_seed(sampling.seed)
     answer = generation.answer(loaded, ids, sampling, (lambda piece: None) if json else generation.write_stdout)
@@ -115,11 +143,16 @@ def _respond(
     return Outcome(answer, rate, answer.empty_because(raw and prompts.has_template(loaded.tokenizer)))
 
 
-def _print(model: str, text: str, network: Any, before: Outcome | None, after: Outcome, json: bool) -> None:
-    """Print what is known after the answers."""
+def _print(
+    model: str, text: str, network: Any, before: Outcome | None, answers: dict[str, Outcome], json: bool
+) -> None:  # fmt: skip
+    """Print what is known after the answers, of which there is one for each adapter."""
     report = network.accelpatch.report()
+    after = list(answers.values())[-1]
     document = {"model": model, "recipe": report.recipe, "device": report.device, "prompt": text} | after.to_dict()
     document |= {} if before is None else {"original": before.to_dict()}
+    if list(answers) != [NO_ADAPTER]:
+        document["adapters"] = {name: one.to_dict() for name, one in answers.items()}
     console.print_result(json, document | {"report": report.to_dict()}, _facts(model, report, before, after))
 
 

@@ -60,7 +60,9 @@ def read_config(folder: Path, *, foreign: bool = False) -> dict[str, Any]:
     if not folder.is_dir():
         raise LoadError(f"{folder}: no such folder")
     if (folder / "adapter_config.json").exists():
-        raise LoadError(f"{folder} is an adapter: merge it into its base model (peft: merge_and_unload) and save that")
+        raise LoadError(
+            f"{folder} is an adapter: run its model with --adapter {folder}, or make a whole one by accelpatch merge"
+        )
     if not (folder / "config.json").is_file():
         ggufs = sorted(path.name for path in folder.glob("*.gguf"))
         advice = f"give the file itself: {folder / ggufs[0]}" if ggufs else "a checkpoint's folder has one"

@@ -10,6 +10,8 @@ from accelpatch.models import checkpoint
 from accelpatch.models.catalog import Source, resolve
 from accelpatch.models.gguf_header import Metadata, read_header
 
+#: of PEFT
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: the keys of config.json for the context length; gpt2 and its like have the second
 CONTEXT = ("max_position_embeddings", "n_positions")
 
@@ -63,3 +65,12 @@ def _number(facts: dict[str, Any], names: tuple[str, ...]) -> int | None:
     parts = (facts.get("text_config"), facts)
     found = (part.get(name) for part in parts if isinstance(part, dict) for name in names)
     return next((one for one in found if type(one) is int), None)
+
+
+def check_adapter(folder: Path) -> None:
+    """Raise LoadError for a folder that holds no adapter in safetensors."""
+    if (folder / ADAPTER).is_file() and (folder / ADAPTER_WEIGHTS).is_file():
+        return
+    inside = sorted(folder.glob("checkpoints/checkpoint-*"), key=lambda path: path.stat().st_mtime)
+    hint = f"; {inside[-1]} is a checkpoint of a run that was stopped" if inside else ""
+    raise LoadError(f"{folder} holds no adapter ({ADAPTER} and {ADAPTER_WEIGHTS}){hint}: name the folder of one")
