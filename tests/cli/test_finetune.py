@@ -173,12 +173,12 @@ def test_an_interrupt_says_what_is_kept(
     ],
 )
 def test_a_run_that_was_stopped_goes_on(
-    how: signal.Signals, trained: tuple[str, Any], model: str, data: str, tmp_path: Path
+    how: signal.Signals, cli: Cli, trained: tuple[str, Any], model: str, data: str, tmp_path: Path
 ) -> None:
     """In a process of its own, stopped after its first checkpoint; it ends with the loss of one that was not."""
     out = tmp_path / "out"
-    command = ["finetune", model, "--data", data, "--recipe", "train", "--out", str(out), *FAST]
-    command = [sys.executable, "-m", "accelpatch", *command]
+    words = ["finetune", model, "--data", data, "--recipe", "train", "--out", str(out), *FAST]
+    command = [sys.executable, "-m", "accelpatch", *words]
     with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as one:
         until = time.monotonic() + 100
         while not Folder(out).whole() and time.monotonic() < until and one.poll() is None:
@@ -191,8 +191,8 @@ def test_a_run_that_was_stopped_goes_on(
         assert one.returncode == 130
         assert "is kept in" in said
         assert "The same command goes on from there" in said
-    again = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=120)
-    assert again.returncode == 0, again.stderr
+    again = cli(*words)
+    assert again.exit_code == 0, again.stderr
     assert again.stderr.startswith("going on from step ")
     due, found = (json.loads((Path(folder) / "result.json").read_text()) for folder in (trained[0], out))
     for key in ("loss", "eval_loss"):

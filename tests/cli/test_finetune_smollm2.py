@@ -21,7 +21,13 @@ def test_smollm2_learns_puzzles(cli: Cli, tmp_path: Path) -> None:
     train, _ = puzzles.as_rows()
     chosen = [row.values for row in train if row.values["prompt"].startswith("Reverse")][:24]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(dict(one)) + "\n" for one in chosen))
-    given = ("optimizer.learning_rate=3e-3", "batch.size=4", "data.held_out=0", "schedule.warmup_steps=1")
+    given = (
+        "optimizer.learning_rate=3e-3",
+        "batch.size=4",
+        "data.held_out=0",
+        "schedule.warmup_steps=1",
+        "data.template=none",
+    )
     words = [word for one in given for word in ("--set", one)]
     result = cli(
         "finetune", "--data", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out"), "--recipe", "exact", *words
