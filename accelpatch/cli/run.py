@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from accelpatch.report import Report
 
-NO_ADAPTER = "patched"
+NO_ADAPTER = ""  # no folder has this name
 DEFAULT_PROMPT = "What is the capital of France?"
 
 
@@ -94,7 +94,7 @@ def _with_each(loaded: Any, folders: list[Path] | None, respond: Callable[..., O
     for name in names or [NO_ADAPTER]:
         if names:
             loaded.model.set_adapter(name)
-        found[name] = respond(loaded, name=f"adapter {name}" if names else name, headed=len(names) > 1)
+        found[name] = respond(loaded, name=f"adapter {name}" if names else "patched", headed=len(names) > 1)
     return found
 
 

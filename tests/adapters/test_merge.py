@@ -15,6 +15,7 @@ from accelpatch.errors import LoadError, PatchError, SaveError
 from tests.support.lora import adapted, logits, off, peft
 from tests.support.packed import plain
 from tests.support.steps import inner
+from tests.support.tiny import CAUSAL
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
@@ -141,3 +142,15 @@ def test_files(recipe: str | None, tmp_path: Path) -> None:
     assert off(logits(loaded), logits(merged_floats())) < (1e-5 if recipe is None else 0.05)
     with pytest.raises(SaveError, match="is not empty"):
         api.merge_files(str(tmp_path / "base"), [folder], tmp_path / "out", recipe)
+
+
+@pytest.mark.parametrize("recipe", ["int8", "int4"])
+def test_adapters_of_packed_experts_go_into_the_originals(recipe: str) -> None:
+    targets = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+
+    def made() -> Any:
+        return CAUSAL["mixtral"].make()
+
+    due = accelpatch.patch(adapted(made(), **targets).merge_and_unload(), recipe, verify=False)
+    merged = accelpatch.merge(adapted(accelpatch.patch(made(), recipe, verify=False), **targets), verify=False)
+    assert torch.equal(logits(merged), logits(due))
