@@ -34,8 +34,8 @@ def merge(
     that of two roundings, and an adapter that is small beside a step of the format is partly lost. adapters: the names
     of those to merge, at the scales that they have; default: the active ones. The others are dropped. options: of
     `patch`, for the second patch. Raises PatchError, before anything is changed, where there is no adapter, where an
-    adapter holds NaN or infinity, and where the originals are gone and `rounded` is False. Where the second patch fails,
-    the model is left merged, in its floats.
+    adapter holds NaN or infinity, and where the originals are gone and `rounded` is False. Where the second patch
+    fails, the model is left merged, in its floats.
     """
     check_module(model)
     inner = unwrapped(model)
