@@ -102,11 +102,14 @@ def test_from_config_and_random(folder: Path) -> None:
 
 
 def test_one_caller_of_from_pretrained() -> None:
+    """Of models and tokenizers; adapters are read by PEFT's."""
     package = Path(load.__file__).parent.parent
     callers = {
         path.name
         for path in package.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "from_pretrained"
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "attr", "") == "from_pretrained"
+        and ast.unparse(node.func) != "PeftModel.from_pretrained"
     }
     assert callers == {"load.py"}
