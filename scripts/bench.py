@@ -33,6 +33,7 @@ TOPICS = {
     "attention": "Time the attention of a decode step beside torch's.",
     "flash": "Time the attention of prompts by every implementation.",
     "gemv": "Time the HIP products of 1 to 8 tokens beside their peers.",
+    "train": "Time a step of LoRA training beside PEFT in bf16 and bitsandbytes.",
     "cpu": "Time this CPU through generate(), beside llama.cpp.",
 }
 

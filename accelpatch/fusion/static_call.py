@@ -17,7 +17,7 @@ from accelpatch.kernels.ops.attention.prompt_attention import Shown, module_mask
 
 @dataclass(eq=False)
 class StepCall(Movable):
-    """A decode step of T tokens a row, cached from slot[1] on; positions[B, T], mask[B, capacity] of earlier slots."""
+    """A decode step of T tokens a row, cached from slot[B] on; positions[B, T], mask[B, capacity] of earlier slots."""
 
     decoder: Any
     cache: Any
@@ -40,15 +40,15 @@ class StepCall(Movable):
 
     def by_module(self, x: Tensor, place: int) -> Tensor:
         """As in Call."""
-        own = self.slot + torch.arange(self.positions.shape[1], device=x.device)
+        own = self.slot[:, None] + torch.arange(self.positions.shape[1], device=x.device)
 
         def shown(window: int) -> Tensor:
             if window not in self._seen:
                 at = torch.arange(self.mask.shape[1], device=x.device)
-                seen = at <= own[:, None]
+                seen = at <= own[:, :, None]
                 if window:
-                    seen = seen & (at > own[:, None] - window)
-                self._seen[window] = (seen & (self.mask.ne(0) | (at >= self.slot))[:, None])[:, None]
+                    seen = seen & (at > own[:, :, None] - window)
+                self._seen[window] = (seen & (self.mask.ne(0) | (at >= self.slot[:, None]))[:, None])[:, None]
             return self._seen[window]
 
         return run_module(self.decoder, place, x, self.positions, shown, _Slots(self.cache, place, own))
@@ -98,11 +98,12 @@ class PromptCall(Movable):
 
 
 class _Slots(ModuleCache):
-    """What a layer's module sees of the cache in a step: it writes the slots own[T] and attends over all."""
+    """What a layer's module sees of the cache in a step: it writes the slots own[B, T] and attends over all."""
 
     def __init__(self, cache: Any, place: int, own: Tensor):
-        super().__init__(len(cache.layers), place, own[0], len(own))
+        super().__init__(len(cache.layers), place, own[0, 0], own.shape[1])
         self._cache, self._own = cache, own
+        self._rows = torch.arange(own.shape[0], device=own.device)[:, None]
 
     @property
     def capacity(self) -> int:
@@ -112,8 +113,8 @@ class _Slots(ModuleCache):
     def write(self, keys: Tensor, values: Tensor, place: int) -> tuple[Tensor, Tensor]:
         """As in ModuleCache."""
         held = self._cache.layers[place]
-        held.keys.index_copy_(2, self._own, keys)
-        held.values.index_copy_(2, self._own, values)
+        held.keys[self._rows, :, self._own] = keys.transpose(1, 2)
+        held.values[self._rows, :, self._own] = values.transpose(1, 2)
         return self.states(place)
 
     def states(self, place: int) -> tuple[Tensor, Tensor]:

@@ -141,8 +141,8 @@ def _fused_steps(decoder: Any, fused: FusedModel, place: int, rows: Rows) -> Ten
     with weight_prefetch():
         for token in range(rows.prompt, length):
             fused.sentinels.reset(batch)
-            slot = torch.full((1,), token, dtype=torch.int64, device=rows.x.device)
-            earlier = rows.mask * (torch.arange(length, device=slot.device) < slot)
+            slot = torch.full((batch,), token, dtype=torch.int64, device=rows.x.device)
+            earlier = rows.mask * (torch.arange(length, device=slot.device) < token)
             call = StepCall(decoder, cache, rows.positions[:, token : token + 1].contiguous(), slot, earlier)
             made.append(_whole(*fused.run(rows.x[:, token].contiguous(), call, places=[place]))[:, None])
     return torch.cat(made, dim=1).view(batch, length, width)

@@ -83,7 +83,7 @@ class Caches:
         first = step.context - step.tokens
         positions = (first + torch.arange(step.tokens, device=DEVICE)).repeat(step.batch, 1)
         mask = torch.ones(step.batch, capacity, dtype=torch.int64, device=DEVICE)
-        self.rest = (positions, torch.tensor([first], device=DEVICE), mask)
+        self.rest = (positions, torch.full((step.batch,), first, device=DEVICE), mask)
 
     def timed(self, work: Callable[[Tensor, Tensor], object]) -> tuple[float, float]:
         """Microseconds of one of the calls, a cache each, and their spread (max - min over median)."""

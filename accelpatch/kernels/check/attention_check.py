@@ -22,7 +22,8 @@ class Step:
     """One call: rows of `tokens` new tokens after `slot` cached ones, in a cache of `capacity` slots.
 
     padding: left padding of the last row, in slots. hidden: every hidden-th cached slot is masked; 0 for none. turned:
-    columns of a head with rotary embedding; 0 for all. window, softcap: 0 for none.
+    columns of a head with rotary embedding; 0 for all. window, softcap: 0 for none. apart: how many fewer slots each
+    row has cached than the one after it.
     """
 
     heads: int = 4
@@ -39,6 +40,12 @@ class Step:
     softcap: float = 0.0
     plus_one: bool = False
     hidden: int = 0
+    apart: int = 0
+
+    @property
+    def slots(self) -> list[int]:
+        """How many slots each row has cached."""
+        return [max(0, self.slot - self.apart * behind) for behind in reversed(range(self.rows))]
 
 
 STEPS: Mapping[str, Step] = {
@@ -48,6 +55,7 @@ STEPS: Mapping[str, Step] = {
     "odd-size": Step(2, 2, 80, 255, 263, tokens=3, rows=3),
     "wide-heads": Step(4, 2, 256, 511, 517, window=100),
     "long": Step(8, 8, 128, 1500, 1507, tokens=2, padding=700, rows=5),
+    "rows-of-many-lengths": Step(4, 2, 64, 700, 710, padding=20, rows=4, apart=250),
 }
 
 
@@ -83,16 +91,18 @@ def made(
     mask[-1, : step.padding] = 0
     if step.hidden:
         mask[:, step.hidden - 1 :: step.hidden] = 0
-    mask[:, step.slot :: 2] = 0  # the mask of the new tokens' slots must not matter
-    for one in cache:
-        one[:, :, step.slot :] = float("nan")
-        one.masked_fill_((mask == 0)[:, None, :, None], float("nan"))
-        if step.window:
-            one[:, :, : max(0, step.slot + 1 - step.window)] = float("nan")
-    positions = (step.slot + torch.arange(step.tokens, device=device)).repeat(step.rows, 1)
+    slots = torch.tensor(step.slots, device=device)
+    for row, slot in enumerate(step.slots):
+        mask[row, slot::2] = 0  # the mask of the new tokens' slots must not matter
+        for one in cache:
+            one[row, :, slot:] = float("nan")
+            one[row].masked_fill_((mask[row] == 0)[None, :, None], float("nan"))
+            if step.window:
+                one[row, :, : max(0, slot + 1 - step.window)] = float("nan")
+    positions = slots[:, None] + torch.arange(step.tokens, device=device)
     positions[-1] -= step.padding
     qkv = random(step.rows * step.tokens, shape.columns)
-    return (qkv, positions, torch.tensor([step.slot], device=device), mask, *cache), shape
+    return (qkv, positions, slots, mask, *cache), shape
 
 
 def deviation(name: str, args: tuple[Tensor, ...], shape: AttentionShape) -> tuple[float, float]:

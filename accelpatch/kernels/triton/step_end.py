@@ -22,13 +22,13 @@ def _leave(  # type: ignore[no-untyped-def]
     score = tl.load(logits + row * stride + ids, mask=inside, other=0.0).to(tl.float32)
     tl.store(scores + row * vocabulary + ids, score, mask=inside)
     if tl.program_id(0) + tl.program_id(1) == 0:
-        every, cached = tl.arange(0, ROWS), tl.load(slot)
+        every = tl.arange(0, ROWS)
         here = every < rows
-        if (cached >= 0) & (cached < capacity):  # else nothing there is written
-            tl.store(mask + every.to(tl.int64) * capacity + cached, 1, mask=here)
+        cached = tl.load(slot + every, mask=here, other=0)
+        there = here & (cached >= 0) & (cached < capacity)  # else nothing there is written
+        tl.store(mask + every.to(tl.int64) * capacity + cached, 1, mask=there)
         tl.store(positions + every, tl.load(positions + every, mask=here, other=0) + 1, mask=here)
-        tl.debug_barrier()  # every thread has read the slot
-        tl.store(slot, cached + 1)
+        tl.store(slot + every, cached + 1, mask=here)
 
 
 def end_step_(logits: Tensor, scores: Tensor, slot: Tensor, positions: Tensor, mask: Tensor) -> None:

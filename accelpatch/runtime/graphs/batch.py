@@ -21,16 +21,16 @@ TOKENS = DRAFTS + 1  # tokens of a step with draft tokens
 class Batch:
     """The state of B sequences between decode steps, independent of the KV cache's capacity.
 
-    tokens[B] int64: last token of each row. slot[1]: where the next one is cached. positions[B, 1]. state: the memory
+    tokens[B] int64: last token of each row. slot[B]: where the next one is cached. positions[B, 1]. state: the memory
     of these three. logits[B, V] float32. unfinished[B] bool. report[B + 1] int64: the new tokens, then whether any row
-    goes on. ends, held[V + 1] bool: ids that end a row, and ids suppressed while slot < held_until[1]. pad[1]: the
-    token of finished rows. arrived[B] int32: counters that are zero between launches.
+    goes on. ends, suppressed[V + 1] bool: ids that end a row, and ids suppressed while slot < suppressed_until[1].
+    pad[1]: the token of finished rows. arrived[B] int32: counters that are zero between launches.
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device):
         int64: Any = {"dtype": torch.int64, "device": device}
         self.rows, self.device = rows, device
-        self.state = torch.zeros(2 * (rows + rows % 2) + 2, **int64)
+        self.state = torch.zeros(3 * (rows + rows % 2), **int64)
         self.tokens, self.slot, self.positions = self.views(self.state)
         self.report = torch.zeros(rows + 1, **int64)
         self.suppressed_until, self.pad = (torch.zeros(1, **int64) for _ in range(2))
@@ -44,7 +44,7 @@ class Batch:
     def views(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """tokens, slot and positions in a `state` of this size, each at a multiple of 16 bytes."""
         rows, room = self.rows, self.rows + self.rows % 2
-        return state[:rows], state[2 * room : 2 * room + 1], state[room : room + rows].view(rows, 1)
+        return state[:rows], state[2 * room : 2 * room + rows], state[room : room + rows].view(rows, 1)
 
     def begin(self, slot: int, positions: Tensor) -> None:
         """Set the state of rows with `slot` cached tokens each; positions[B, 1], or a shape that broadcasts to it."""
@@ -96,7 +96,7 @@ class Drafts:
         self._logits = batch.logits
         self.drafted, self.tokens = torch.zeros(DRAFTS, **int64), torch.zeros(TOKENS, **int64)
         self.places = torch.arange(TOKENS, **int64)
-        self.slot = torch.zeros(TOKENS, 1, **int64)
+        self.slot = torch.zeros(TOKENS, **int64)
         self.logits = batch.logits.new_zeros(TOKENS, batch.logits.shape[1])
         self.unfinished = torch.ones(TOKENS, dtype=torch.bool, device=batch.device)
         self.arrived = torch.zeros(TOKENS, dtype=torch.int32, device=batch.device)
@@ -131,7 +131,7 @@ class Drafts:
     def _choose(self, sampler: Sampler) -> None:
         """The program: sample at every place, count the accepted tokens, and move the batch behind the last of them."""
         self.unfinished.fill_(True)
-        self.slot.copy_((self._slot + self.places + 1)[:, None])  # each row's, after its one-token step
+        self.slot.copy_(self._slot + self.places + 1)  # each row's, after its one-token step
         sampler.next_token(self)
         accepted = (self.drafted == self.tokens[:-1]) & self.unfinished[:-1]
         last = accepted.long().cumprod(0).sum(0, keepdim=True)

@@ -20,7 +20,7 @@ GROWTH = 2048  # and grow by so much
 
 
 class CapturedLayer(CacheLayerMixin):
-    """keys, values[B, heads, capacity, size]. A step writes at `slot`[1] on the device and attends over all slots."""
+    """keys, values[B, heads, capacity, size]. A step writes at `slot`[B] on the device and attends over all slots."""
 
     is_compileable = True
     is_sliding = False  # all tokens are kept; the mask hides those outside the window
@@ -31,16 +31,16 @@ class CapturedLayer(CacheLayerMixin):
         self.keys, self.values = (torch.zeros(batch, shape.heads, capacity, size, **options) for size in shape.sizes)
         self.dtype, self.device = shape.dtype, shape.device
         self.is_initialized = True
-        self._slot = slot
+        self._slot, self._rows = slot, torch.arange(batch, device=shape.device)
         self.ahead = False  # whether the step under way has written its token here
 
     def lazy_initialization(self, *states: Any) -> None:
         """Does nothing: the tensors exist from the start."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one token's states [B, heads, 1, size] at the slot; returns all keys and values."""
-        self.keys.index_copy_(2, self._slot, key_states)
-        self.values.index_copy_(2, self._slot, value_states)
+        """Write one token's states [B, heads, 1, size] at its row's slot; returns all keys and values."""
+        self.keys[self._rows, :, self._slot] = key_states[:, :, 0]
+        self.values[self._rows, :, self._slot] = value_states[:, :, 0]
         self.ahead = True
         return self.keys, self.values
 
@@ -49,7 +49,7 @@ class CapturedLayer(CacheLayerMixin):
         return self.keys.shape[2], 0
 
     def get_seq_length(self) -> Tensor:
-        """Number of cached tokens, as a tensor on the device."""
+        """Number of cached tokens of the first row, as a tensor on the device."""
         return self._slot[0] + 1 if self.ahead else self._slot[0]
 
     def get_max_length(self) -> int:

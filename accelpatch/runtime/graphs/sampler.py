@@ -102,7 +102,9 @@ class Sampler:
         """The program: rows.logits -> rows.tokens, unfinished and report. Among equal logits the lowest id wins."""
         scores = rows.logits
         if self._suppressing:
-            scores = scores.masked_fill((rows.slot < rows.suppressed_until) & rows.suppressed[:-1], float("-inf"))
+            scores = scores.masked_fill(
+                (rows.slot[:, None] < rows.suppressed_until) & rows.suppressed[:-1], float("-inf")
+            )
         for warper in self._warpers:
             scores = warper(None, scores)
         state = (rows.unfinished, None if self.ends is None else rows.ends, rows.pad, rows.tokens, rows.report)

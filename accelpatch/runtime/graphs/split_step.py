@@ -48,7 +48,7 @@ class Lane:
         own token's, which it sees whatever the mask says."""
         if not self.home:
             self.state.copy_(state, non_blocking=True)
-            self.mask.index_fill_(1, self.slot, 1)
+            self.mask.scatter_(1, self.slot[:, None], 1)
 
 
 class SplitStep:

@@ -83,7 +83,7 @@ class CapturedStep:
             if self.fused is not None:  # a new token attends to its own slot whatever the mask
                 logits = self.fused(batch.tokens, batch.positions, batch.slot, self.mask, self.cache)
             else:
-                self.mask.index_fill_(1, batch.slot, 1)
+                self.mask.scatter_(1, batch.slot[:, None], 1)
                 logits = self._by_modules()
         self.end(logits)
 

@@ -54,6 +54,8 @@ LONG = {
     "claimed-spans-of-shared-heads": Step(
         size=128, slot=9100, capacity=9216, rows=3, heads=4, padding=6000, kv_heads=1
     ),
+    "rows-of-many-lengths": Step(size=64, slot=1300, capacity=1400, rows=5, heads=2, kv_heads=2, apart=320),
+    "claimed-spans-of-many-lengths": Step(size=128, slot=9100, capacity=9216, rows=3, heads=1, kv_heads=1, apart=3300),
     "rows-of-shared-heads": Step(size=64, slot=530, capacity=768, heads=6, kv_heads=2, rows=8),
 }
 WINDOWS = {  # whose first span is not the first of a node
@@ -292,6 +294,7 @@ def test_random_steps(vendor: str, library: ctypes.CDLL) -> None:
             heads=kv_heads * draw.choice([1, 2, 4, 7]), kv_heads=kv_heads, size=draw.choice([64, 80, 96, 128]),
             slot=slot, capacity=slot + tokens + draw.randint(0, 300), rows=draw.choice([1, 2]), tokens=tokens,
             padding=draw.randint(0, slot), window=draw.choice([0, 0, 5, 100, 400]), norms=draw.random() < 0.3,
+            apart=draw.choice([0, 0, 1, 70, 300]),
         )  # fmt: skip
         try:
             assert_the_same_bits(_op(library), case, torch.bfloat16)

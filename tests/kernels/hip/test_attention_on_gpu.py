@@ -44,6 +44,9 @@ LONG = {
     "windows-from-two-bunches": Step(size=64, slot=33000, capacity=33024, rows=1, heads=4, tokens=8, window=24811),
     "window-over-spans": Step(size=128, slot=1251, capacity=1536, heads=32, kv_heads=8, tokens=8, window=1000),
     "more-heads-than-blocks": Step(size=64, slot=300, capacity=512, rows=9, heads=32, kv_heads=32),
+    "rows-of-many-lengths": Step(size=128, slot=9000, capacity=9216, rows=7, heads=32, kv_heads=8, apart=1400),
+    "tokens-of-rows-of-many-lengths": Step(size=128, slot=2000, capacity=2048, rows=8, tokens=3, apart=277, window=900),
+    "many-rows-of-many-lengths": Step(size=64, slot=900, capacity=1024, rows=300, heads=2, kv_heads=1, apart=3),
     "many-rows": Step(size=64, slot=20, capacity=64, rows=300, heads=2, kv_heads=1),
 }
 
@@ -77,7 +80,8 @@ def test_while_the_kernel_before_runs(case: Step) -> None:
     weights = torch.randn(3000, 1024, device=DEVICE)
     for following in (weights, weights.view(-1)[1:], weights[:1, :3], None):
         for one in args[-2:]:
-            one[:, :, case.slot : case.slot + case.tokens] = 0
+            for row, slot in enumerate(case.slots):
+                one[row, :, slot : slot + case.tokens] = 0
         torch.cuda._sleep(100_000)
         args[0].mul_(1)
         with binding.weight_prefetch():
@@ -100,6 +104,7 @@ def test_a_thousand_random_steps() -> None:
             heads=kv_heads * draw.choice([1, 2, 4, 7]), kv_heads=kv_heads, size=draw.choice([64, 80, 96, 128, 256]),
             slot=slot, capacity=slot + tokens + draw.randint(0, 300), rows=draw.choice([1, 2, 3, 8]), tokens=tokens,
             padding=draw.randint(0, slot), window=draw.choice([0, 0, 5, 100, 400, 3000]), norms=draw.random() < 0.3,
+            apart=draw.choice([0, 0, 1, 70, 300, 5000]),
         )  # fmt: skip
         try:
             assert_the_same_bits(_attend, case, torch.bfloat16)
@@ -136,7 +141,7 @@ class Chain:
         self.weights = [torch.randn(n, 1024, generator=draw, **options) / 32 for n in (self.shape.columns, 1024)]
         self.keys, self.values = (torch.zeros(rows, 2, 1024, 128, **options) for _ in range(2))
         self.ids = torch.arange(rows * tokens, device="cuda") % 50
-        self.slot = torch.full([1], 5, device="cuda")
+        self.slot = torch.full([rows], 5, device="cuda")
         self.positions = (5 + torch.arange(tokens, device="cuda")).repeat(rows, 1)
         self.mask = torch.zeros(rows, 1024, dtype=torch.int64, device="cuda")
         self.mask[:, :5] = 1
@@ -148,7 +153,7 @@ class Chain:
         held = (self.slot, self.mask, self.keys, self.values, self.shape)
         self.y.copy_(float_linear.by_hip(attention.decode_attention_(qkv, self.positions, *held), self.weights[1]))
         self.ids.add_(7).remainder_(50)
-        self.mask.index_fill_(1, self.slot + torch.arange(self.positions.shape[1], device="cuda"), 1)
+        self.mask.scatter_(1, self.slot[:, None] + torch.arange(self.positions.shape[1], device="cuda"), 1)
         self.slot.add_(self.positions.shape[1])
         self.positions.add_(self.positions.shape[1])
 

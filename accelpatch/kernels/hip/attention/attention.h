@@ -27,7 +27,8 @@ template <int WIDE> constexpr int LEVEL_FLOATS = WIDE + 4;  // of a query's resu
 template <int WIDE> constexpr int QUERY_STRIDE = WARPS * WARP_STRIDE<WIDE> + 4;
 
 // Sizes in elements. qkv[rows tokens, (heads + 2 kv_heads) size]; keys, values[rows, kv_heads, capacity, size];
-// mask[rows, capacity]; positions[rows, tokens]; inv_freq[rotated / 2].
+// slot[rows]; mask[rows, capacity];
+// positions[rows, tokens]; inv_freq[rotated / 2].
 struct AttentionArgs {
     const void* qkv;
     const int64_t *positions, *slot, *mask;
@@ -56,31 +57,45 @@ struct AttentionPlan {
     int32_t starts_at, angles_at, queries_at, fresh_at, tops_at, states_at, level_sums_at, stages_at, bytes;
 };
 
+// The first slot that any new token of a row sees, of which the first is cached at `slot`.
+DEVICE int first_seen(const AttentionArgs& a, int slot) {
+    return a.window > 0 ? max(slot + 1 - int(a.window), 0) : 0;
+}
+
 // Facts of a launch that lie in device memory; no kernel of the step writes them, so they are read before grid_wait().
 struct Geometry {
-    // stop: after the new tokens; low: the first slot that any of them sees; heads: rows kv_heads tiles.
-    int slot, stop, low, splits, heads;
-    // Of the rows: where their KV splits are counted from; behind them the item that a block has fetched
-    // (attention_schedule.h).
-    int* starts;
+    // slot: of a lone row; splits: most of any row; heads: rows kv_heads tiles.
+    int slot, splits, heads;
+    // Of the rows: where their KV splits are counted from, and their slots; behind them the item that a block has
+    // fetched (attention_schedule.h).
+    int *starts, *slots;
     DEVICE Geometry(const AttentionArgs& a, const AttentionPlan& plan, char* shared)
-        : starts(reinterpret_cast<int*>(shared + plan.starts_at)) {
-        slot = int(a.slot[0]), stop = slot + int(a.tokens);
-        low = a.window > 0 ? max(slot + 1 - int(a.window), 0) : 0;
+        : starts(reinterpret_cast<int*>(shared + plan.starts_at)),
+          slots(starts + a.rows) {
+        slot = a.rows > 1 ? 0 : int(a.slot[0]);
+        find_starts(a);
+        int longest = slot;
+        if (a.rows > 1) {
+            for (int row = lane_id(); row < int(a.rows); row += WARP_SIZE) longest = max(longest, slots[row]);
+            for (int step = 1; step < WARP_SIZE; step *= 2) longest = max(longest, lane_xor(longest, step));
+        }
+        const int stop = longest + int(a.tokens);
         heads = int(a.rows * a.kv_heads) * plan.tiles;
         splits = (stop - 1) / KV_SPLIT + 1;
-        if (a.window > 0) splits = min(splits, (stop - low) / KV_SPLIT + 2);
-        find_starts(a);
+        if (a.window > 0) splits = min(splits, (stop - first_seen(a, longest)) / KV_SPLIT + 2);
     }
+    // Where a row's first new token is cached.
+    DEVICE int slot_of(const AttentionArgs& a, int row) const { return a.rows > 1 ? slots[row] : slot; }
     // The first slot of a row's own tokens, if positions count from there and all before it is hidden; else zero.
     DEVICE void find_starts(const AttentionArgs& a) {
         for (int row = threadIdx.x / WARP_SIZE; row < int(a.rows); row += WARPS) {
-            int own = slot - int(a.positions[row * a.tokens]);
-            if (own < 0 || own > slot) own = 0;
+            const int cached = a.rows > 1 ? int(a.slot[row]) : slot;
+            int own = cached - int(a.positions[row * a.tokens]);
+            if (own < 0 || own > cached) own = 0;
             int seen = 0;
             for (int s = lane_id(); s < own; s += WARP_SIZE) seen |= a.mask[row * a.capacity + s] != 0;
             for (int step = 1; step < WARP_SIZE; step *= 2) seen |= lane_xor(seen, step);
-            if (lane_id() == 0) starts[row] = seen ? 0 : own;
+            if (lane_id() == 0) starts[row] = seen ? 0 : own, slots[row] = cached;
         }
         __syncthreads();
     }
@@ -92,6 +107,7 @@ struct Segment {
     int first, last;          // of the head's KV splits that any token sees
     int split, count;         // the first that is taken, and how many
     int begin;                // their first slot
+    int slot;                 // of the row's first new token
     bool two_blocks;          // at most two blocks have all, of which the second can go on with the first one's sums
     DEVICE int splits() const { return last + 1 - first; }  // of the head
     DEVICE bool single() const { return first == last; }
@@ -109,9 +125,12 @@ struct Segment {
     DEVICE bool second_of_pair(int levels) const { return two_blocks && split > first && alone(levels); }
 };
 
-// The slot of a warp's tile of a round, from the first of its KV split; whether any token sees something of it.
+// The slot of a warp's tile of a round, from the first of its KV split; whether any new token, of which the first has
+// the slot `own`, sees something of it.
 DEVICE int tile_at(int round) { return (round * WARPS + int(threadIdx.x) / WARP_SIZE) * TILE; }
-DEVICE bool seen_tile(const Geometry& all, int slot) { return slot < all.stop && slot + TILE > all.low; }
+DEVICE bool seen_tile(const AttentionArgs& a, int own, int slot) {
+    return slot < own + int(a.tokens) && slot + TILE > first_seen(a, own);
+}
 
 // A block's partition of all KV splits of all heads, a head's one after the other: of one head alone, where that makes
 // no block's share much longer, since a second head is begun anew. The last head comes first: what of it another block
@@ -170,7 +189,9 @@ struct StaticPartition {
                       length = end - n.head * all.splits - skipped;
             n.tile = n.head - of * plan.tiles, n.row = of / int(a.kv_heads), n.kv = of - n.row * int(a.kv_heads);
             const int start = all.starts[n.row];
-            n.first = a.window > 0 ? max(all.low - start, 0) / KV_SPLIT : 0, n.last = (all.stop - 1 - start) / KV_SPLIT;
+            n.slot = all.slot_of(a, n.row);
+            n.first = a.window > 0 ? max(first_seen(a, n.slot) - start, 0) / KV_SPLIT : 0,
+            n.last = (n.slot + int(a.tokens) - 1 - start) / KV_SPLIT;
             n.split = n.first + skipped, n.count = min(length, n.last + 1 - n.split);
             n.begin = start + n.split * KV_SPLIT;
             n.two_blocks = BLOCKS_MEET && a.rows > 1 && parts == 0 && all.heads >= int(gridDim.x);

@@ -67,19 +67,19 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT)
     bool left = false, several = false;  // whether something is left to add up; whether there was more than one segment
     for (bool begun = false;; begun = true) {
         stager.switch_to(s.row);
-        const View<T, WIDE> view(a, stager, all, s);
-        const auto first = stager.task(s, all, warp);
+        const View<T, WIDE> view(a, stager, s);
+        const auto first = stager.task(s, warp);
         const typename HeadStager<T, WIDE>::Angles rotation(a, stager.angles(first.token));
         wait_for_queries(a, begun);
-        stager.stage(s, all, first, rotation);
+        stager.stage(s, first, rotation);
         const int queries = stager.queries(s);
 #pragma unroll 1
         for (int i = 0; i < s.count; ++i, ++iteration) {
             if constexpr (DYNAMIC<KIND>) all_work.follow(s, i, a, plan, all);
             Results results;
             const int begin = s.begin + i * KV_SPLIT;
-            results.split(a, stream, view, all, begin);
-            if (a.consumer && i + 1 == s.count) stager.wait_for_value(s, all, begin, warp);
+            results.split(a, stream, view, begin);
+            if (a.consumer && i + 1 == s.count) stager.wait_for_value(s, begin, warp);
             const int buffer = (plan.buffers - 1) & iteration;
             float* tops = reinterpret_cast<float*>(shared + plan.tops_at) + buffer * plan.queries * TOPS;
             float* states =
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT)
             const Adder<T, WIDE> adder(a, plan, s, q);
             __syncthreads();
             if (!begun && i + 1 == s.count && q == WARPS - 1) forget(a, warp);
-            const int own = all.slot + adder.token - begin;
+            const int own = s.slot + adder.token - begin;
             const bool here = own >= 0 && own < KV_SPLIT;
             float* subtrees = level_sums_of<WIDE>(plan, shared, q);
             if (RARELY(BLOCKS_MEET && a.rows > 1 && q < queries && i == 0 && s.second_of_pair(plan.levels)))

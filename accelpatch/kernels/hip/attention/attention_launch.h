@@ -10,7 +10,7 @@ template <int WIDE> AttentionPlan lay_out(const AttentionArgs& a, int64_t stage_
     p.group = int32_t(a.heads / a.kv_heads);
     p.tiles = int32_t((all + QUERIES - 1) / QUERIES), p.queries = int32_t(all < QUERIES ? all : QUERIES),
     p.buffers = buffers;
-    p.starts_at = layout.reserve((a.rows + (BLOCKS_MEET ? 1 : 0)) * 4);
+    p.starts_at = layout.reserve((2 * a.rows + (BLOCKS_MEET ? 1 : 0)) * 4);
     p.angles_at = layout.reserve(a.tokens * a.rotary_dim * 4);
     p.queries_at = layout.reserve(p.queries * row), p.fresh_at = layout.reserve(a.tokens * 2 * row);
     p.tops_at = layout.reserve(int64_t(buffers) * p.queries * TOPS * 4),

@@ -14,7 +14,7 @@ struct DynamicSchedule : StaticPartition {
     volatile int* next_item;
     DEVICE DynamicSchedule(const Geometry& all, const AttentionArgs& a)
         : StaticPartition(all, a),
-          next_item(all.starts + a.rows) {
+          next_item(all.slots + a.rows) {
         const int blocks = int(gridDim.x), block = int(blockIdx.x), total = all.heads * all.splits;
         if (blocks < all.heads || total < LEAST_DYNAMIC * blocks) return;
         parts = blocks / all.heads, part = block % parts, before = min(block, all.heads * parts),

@@ -10,16 +10,18 @@ template <class T, int WIDE> struct View {
     const Words4* query;  // of shared memory: what the lane gives to products with keys
     // The queries' slots, and the ones before the first that they see.
     int own[Tile::QUERIES_PER_LANE], least[Tile::QUERIES_PER_LANE];
+    int slot;  // of the row's first new token
     bool windowed, several;  // several: new tokens, of which one may see another
-    DEVICE View(const AttentionArgs& a, const HeadStager<T, WIDE>& stager, const Geometry& all, const Segment& s)
+    DEVICE View(const AttentionArgs& a, const HeadStager<T, WIDE>& stager, const Segment& s)
         : stager(stager),
+          slot(s.slot),
           windowed(a.window > 0),
           several(a.tokens > 1) {
         const int last = stager.queries(s) - 1;
         query = reinterpret_cast<const Words4*>(stager.query(min(Tile::key_query() & (QUERIES - 1), last)));
 #pragma unroll
         for (int n = 0; n < Tile::QUERIES_PER_LANE; ++n) {
-            own[n] = all.slot + (s.tile * QUERIES + min(Tile::query(n) & (QUERIES - 1), last)) / stager.plan.group;
+            own[n] = slot + (s.tile * QUERIES + min(Tile::query(n) & (QUERIES - 1), last)) / stager.plan.group;
             least[n] = windowed ? own[n] - int(a.window) : -1;
         }
     }
@@ -39,13 +41,12 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
     float own[OWN];
 
     // begin: of the KV split.
-    DEVICE void split(
-        const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int begin) {
+    DEVICE void split(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, int begin) {
         static_assert(ROUNDS == 2, "two tiles of keys, two of values");
         float s[ROUNDS][4] = {};
-        const uint32_t shown = stream.given(begin), given[ROUNDS] = {shown & 0xffffu, shown >> TILE};
-        keys<0>(a, stream, view, all, begin + tile_at(0), s[0], given[0]);
-        keys<1>(a, stream, view, all, begin + tile_at(1), s[1], given[1]);
+        const uint32_t shown = stream.given(begin, view.slot), given[ROUNDS] = {shown & 0xffffu, shown >> TILE};
+        keys<0>(a, stream, view, begin + tile_at(0), s[0], given[0]);
+        keys<1>(a, stream, view, begin + tile_at(1), s[1], given[1]);
 #pragma unroll
         for (int n = 0; n < OWN; ++n) {
             const auto larger = [](float v, float w) { return fmaxf(v, w); };
@@ -59,7 +60,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
             for (int i = 0; i < 4 * ROUNDS; ++i)
                 if (Tile::which(i % 4) == n) total[n] += s[i / 4][i % 4] = fast_exp2(s[i / 4][i % 4] - base);
         }
-        if (begin + KV_SPLIT > all.slot)
+        if (begin + KV_SPLIT > view.slot)
 #pragma unroll
             for (int i = 0; i < 4 * ROUNDS; ++i) {
                 const int n = Tile::which(i % 4);
@@ -69,18 +70,18 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
         for (auto& set : sums)
             for (auto& part : set)
                 for (float& v : part) v = 0.f;
-        add_values<2>(stream, view, all, begin + tile_at(0), given[0], s[0]);
-        add_values<3>(stream, view, all, begin + tile_at(1), given[1], s[1]);
+        add_values<2>(a, stream, view, begin + tile_at(0), given[0], s[0]);
+        add_values<3>(a, stream, view, begin + tile_at(1), given[1], s[1]);
     }
     // Scores to the base 2 of a tile, of whose slots some are given.
     template <int ROUND>
-    DEVICE void keys(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, const Geometry& all, int slot,
-        float* s, uint32_t given) {
+    DEVICE void keys(
+        const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, int slot, float* s, uint32_t given) {
         Tile scores;
         scores.zero();
         stream.wait();
-        if (seen_tile(all, slot)) {
-            if (slot + TILE > all.slot) stream.template put_new<ROUND>(slot, view.stager);
+        if (seen_tile(a, view.slot, slot)) {
+            if (slot + TILE > view.slot) stream.template put_new<ROUND>(slot, view.slot, view.stager);
             warp_sync();  // all lanes' copies have come
 #pragma unroll
             for (int step = 0; step < Stream::STEPS; ++step) {
@@ -93,7 +94,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
             warp_sync();  // before others' places take new tiles
         }
         stream.template after<ROUND>();
-        if (SHARED_STAGES && !seen_tile(all, slot)) {
+        if (SHARED_STAGES && !seen_tile(a, view.slot, slot)) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) s[i] = wanted(i) ? -INFINITY : 0.f;
             return;
@@ -105,7 +106,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
         if (a.softcap > 0.f)
 #pragma unroll
             for (int i = 0; i < 4; ++i) s[i] = a.softcap * (1.f - 2.f * fast_reciprocal(fast_exp2(s[i]) + 1.f));
-        if (slot + TILE > all.slot || given != 0xffffu || view.windowed)
+        if (slot + TILE > view.slot || given != 0xffffu || view.windowed)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int at = slot + Tile::slot(i);
@@ -115,15 +116,15 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
             }
     }
     template <int STAGE>
-    DEVICE void add_values(
-        Stream& stream, const View<T, WIDE>& view, const Geometry& all, int slot, uint32_t given, const float* s) {
+    DEVICE void add_values(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, int slot, uint32_t given,
+        const float* s) {
         const typename Tile::Weights weights = Tile::weights(s);
         stream.wait();
-        if (seen_tile(all, slot)) {
-            const bool new_ones = slot + TILE > all.slot;
-            if (RARELY(~given & (new_ones ? (1u << max(all.slot - slot, 0)) - 1 : 0xffffu)))
+        if (seen_tile(a, view.slot, slot)) {
+            const bool new_ones = slot + TILE > view.slot;
+            if (RARELY(~given & (new_ones ? (1u << max(view.slot - slot, 0)) - 1 : 0xffffu)))
                 stream.template hide<STAGE>(given);
-            if (RARELY(new_ones && view.several)) stream.template put_new<STAGE>(slot, view.stager);
+            if (RARELY(new_ones && view.several)) stream.template put_new<STAGE>(slot, view.slot, view.stager);
             warp_sync();  // all lanes' copies have come
             const Words4* values = stream.values(STAGE);
 #pragma unroll

@@ -138,7 +138,7 @@ template <class T, int WIDE> struct HeadStager {
         int token;
         bool rotated;
     };
-    DEVICE Task task(const Segment& s, const Geometry& all, int i) const {
+    DEVICE Task task(const Segment& s, int i) const {
         const int count = queries(s), rest = i - count, value = rest & 1;
         const bool mine = rest < 0;
         const int q = s.tile * QUERIES + i,
@@ -151,12 +151,12 @@ template <class T, int WIDE> struct HeadStager {
             reinterpret_cast<uint16_t*>(mine ? query(i) : fresh(token, value)), nullptr, token, mine || !value};
         if (!mine && s.tile == 0)
             t.kept = static_cast<uint16_t*>(value ? a.values : a.keys) +
-                     ((s.row * a.kv_heads + s.kv) * a.capacity + all.slot + token) * a.size;
+                     ((s.row * a.kv_heads + s.kv) * a.capacity + s.slot + token) * a.size;
         return t;
     }
     // All threads call it, and may read what it left when it returns. `first`: the warp's task(), `rotation` its
     // angles.
-    DEVICE void stage(const Segment& s, const Geometry& all, Task first, Angles rotation) {
+    DEVICE void stage(const Segment& s, Task first, Angles rotation) {
         // Where the kernel before signals, the value behind the last key comes later.
         const int tasks = queries(s) + (a.consumer ? 1 : 2 * int(a.tokens));
         for (int i = threadIdx.x / WARP_SIZE; i < tasks;) {
@@ -164,20 +164,20 @@ template <class T, int WIDE> struct HeadStager {
             if (first.rotated) row.rotate(a, first.norm, rotation);
             row.leave(first.into, WIDE);
             if (first.kept) row.leave(first.kept, int(a.size));  // by every block of the head alike
-            if ((i += WARPS) < tasks) first = task(s, all, i), rotation = Angles(a, angles(first.token));
+            if ((i += WARPS) < tasks) first = task(s, i), rotation = Angles(a, angles(first.token));
         }
         __syncthreads();
     }
     // The value of the one new token, by one warp.
-    DEVICE void stage_value(const Segment& s, const Geometry& all) const {
-        const Task t = task(s, all, queries(s) + 1);
+    DEVICE void stage_value(const Segment& s) const {
+        const Task t = task(s, queries(s) + 1);
         const HeadRow<T, WIDE> row(a, t.from, false, false);
         row.leave(t.into, WIDE);
         if (t.kept) row.leave(t.kept, int(a.size));
     }
     // Behind the last KV split, which begins at slot `begin`: the kernel before has to end at last.
-    DEVICE void wait_for_value(const Segment& s, const Geometry& all, int begin, int warp) const {
+    DEVICE void wait_for_value(const Segment& s, int begin, int warp) const {
         grid_wait();
-        if (begin + KV_SPLIT > all.slot && warp == WARPS - 1) stage_value(s, all);
+        if (begin + KV_SPLIT > s.slot && warp == WARPS - 1) stage_value(s);
     }
 };

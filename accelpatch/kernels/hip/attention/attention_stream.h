@@ -22,8 +22,8 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
     const Geometry& all;
     char* stage_buffer;
     SCHEDULE schedule;
-    // Of the KV split that is asked for; KV splits left of its segment; the buffer's slot.
-    int begin = 0, left = 0, place = 0;
+    // Of the KV split that is asked for; KV splits left of its segment; the buffer's slot; the row's.
+    int begin = 0, left = 0, place = 0, own = 0;
     int64_t row = 0, at = 0;  // elements before the mask's row and the head's keys
     int64_t masks[MASKS];     // a slot of the warp's tiles of a KV split to each of 32 lanes
     Words4 held[SHARED_STAGES ? 1 : 2][SHARED_STAGES ? 1 : PIECES];
@@ -44,12 +44,12 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
     // of it is slower for most caches.
     template <int STAGE> DEVICE void bring() const {
         const int slot = begin + tile_at(STAGE % 2);
-        if (left > 1 && slot + TILE <= all.slot && lane_id() == 0)
+        if (left > 1 && slot + TILE <= own && lane_id() == 0)
             prefetch_l2(static_cast<const char*>(STAGE / 2 ? a.values : a.keys) + (at + slot * a.size) * 2,
                 int(a.size) * (TILE * 2));
     }
     DEVICE void switch_to(const Segment& s) {
-        begin = s.begin, left = s.count, row = s.row * a.capacity,
+        begin = s.begin, left = s.count, own = s.slot, row = s.row * a.capacity,
         at = (s.row * a.kv_heads + s.kv) * a.capacity * a.size;
     }
     template <int STAGE> DEVICE void first() {
@@ -63,9 +63,9 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
                        schedule.next(s, a, plan, all))
             switch_to(s);
         if (const int slot = begin + masked_at(); STAGE == 0 && left > 0)
-            masks[MASK] = slot < all.slot ? a.mask[row + slot] : 0;
-        if (const int slot = begin + tile_at(STAGE % 2); left > 0 && seen_tile(all, slot)) {
-            if (!SHARED_STAGES && a.size == WIDE && slot + TILE <= all.slot) copy<STAGE, true>(slot);
+            masks[MASK] = slot < own ? a.mask[row + slot] : 0;
+        if (const int slot = begin + tile_at(STAGE % 2); left > 0 && seen_tile(a, own, slot)) {
+            if (!SHARED_STAGES && a.size == WIDE && slot + TILE <= own) copy<STAGE, true>(slot);
             else copy<STAGE, false>(slot);
         }
         if (STAGE == 3 && left > 0) --left, begin += KV_SPLIT;
@@ -76,7 +76,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
     // multi-stage buffer has no room for both: instructions that are jumped over delay those behind them.
     template <int STAGE, bool FULL> DEVICE void copy(int slot) {
         constexpr bool VALUE = STAGE / 2;
-        const int cached = FULL ? TILE : all.slot - slot, size = FULL ? WIDE : int(a.size),
+        const int cached = FULL ? TILE : own - slot, size = FULL ? WIDE : int(a.size),
                   own_slot = slot_of_piece<VALUE>(0), own_chunk = chunk_of_piece<VALUE>(0);
         const char* from = static_cast<const char*>(VALUE ? a.values : a.keys) +
                            (at + (slot + own_slot) * int64_t(size)) * 2 + own_chunk * 16;
@@ -107,10 +107,11 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
         else return (VALUE ? Tile::value_chunk() : fragment_quarter()) + chunks_after<VALUE>(i);
     }
     // The slots of a KV split that are given, a bit each of the warp's tiles': shown by the mask, or new, and in some
-    // token's window. Once a KV split.
-    DEVICE uint32_t given(int split) {
+    // token's window. Once a KV split, of a row whose first new token has the slot `cached`.
+    DEVICE uint32_t given(int split, int cached) {
         const int slot = split + masked_at();
-        const uint32_t all_given = lane_vote(slot >= all.low && (slot < all.slot ? masks[0] != 0 : slot < all.stop));
+        const bool shown = slot < cached ? masks[0] != 0 : slot < cached + int(a.tokens);
+        const uint32_t all_given = lane_vote(slot >= first_seen(a, cached) && shown);
 #pragma unroll
         for (int i = 1; i < MASKS; ++i) masks[i - 1] = masks[i];
         return all_given;
@@ -136,23 +137,23 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
         else return held[stage % 2];
     }
     // The new slots' keys or values into their tile, whichever lane's they are: all lanes' copies have come, and all
-    // wait.
-    template <int STAGE, class STAGER> DEVICE void put_new(int slot, const STAGER& stager) {
+    // wait. cached: the first new token's slot.
+    template <int STAGE, class STAGER> DEVICE void put_new(int slot, int cached, const STAGER& stager) {
         constexpr bool VALUE = STAGE / 2;
         if constexpr (SHARED_STAGES) {
             const int chunk = lane_id();
             Words4* into = tile();
             warp_sync();
 #pragma unroll 1
-            for (int token = max(slot - all.slot, 0); token < min(slot + TILE - all.slot, int(a.tokens)); ++token) {
-                const int s = all.slot + token - slot;
+            for (int token = max(slot - cached, 0); token < min(slot + TILE - cached, int(a.tokens)); ++token) {
+                const int s = cached + token - slot;
                 if (chunk < WIDE / 8)
                     into[s * CHUNKS + (chunk ^ Tile::mixed(s))] = stager.fresh_piece(token, VALUE, chunk);
             }
             warp_sync();
         } else {
             each<STAGE>([&](Words4& at, int s, int chunk) {
-                if (const int token = slot + s - all.slot; token >= 0 && token < int(a.tokens) && chunk * 8 < WIDE)
+                if (const int token = slot + s - cached; token >= 0 && token < int(a.tokens) && chunk * 8 < WIDE)
                     at = stager.fresh_piece(token, VALUE, chunk);
             });
         }

@@ -72,7 +72,7 @@ def decode_attention_(
     qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape,
     following: Tensor | None = None, consumer: Signal | None = None,
 ) -> Tensor:  # fmt: skip
-    """As the operation; qkv, positions, mask and the cache must be contiguous. Raises KernelError if refused."""
+    """As the operation; qkv, positions, slot, mask and the cache must be contiguous. Raises KernelError if refused."""
     rows, tokens = positions.shape
     y = qkv.new_empty(*qkv.shape[:-1], shape.heads * shape.size)
     if following is not None and following.data_ptr() % 16:
@@ -83,7 +83,7 @@ def decode_attention_(
         _launch(
             *flat,
             positions[some],
-            slot,
+            slot[some],
             mask[some],
             keys[some],
             values[some],

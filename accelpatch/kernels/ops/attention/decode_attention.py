@@ -2,8 +2,8 @@
 
     qkv[B T, (Hq + 2 Hkv) D]     row b T + t is token t of row b; also [B, T, (Hq + 2 Hkv) D]
     positions[B, T]              q and k: RMSNorm over D if there is a norm, then rotary embedding
-    keys, values[B, Hkv, L, D]   k and v of token t are written at slot[1] + t; there must be room for all of them
-    y = softmax(scaling q k^T) v over the slots before slot[1] where mask[B, L] is not 0, and the new ones up to its own
+    keys, values[B, Hkv, L, D]   k and v of token t are written at slot[B] + t; there must be room for all of them
+    y = softmax(scaling q k^T) v over the slots before slot[B] where mask[B, L] is not 0, and the new ones up to its own
 
 Query head h uses KV head h // (Hq / Hkv). A window w > 0 shows the last w slots, the token's own included. softcap c >
 0 turns a score s into c tanh(s / c). The rotary embedding applies to the first len(inv_freq) * 2 columns of a head.
@@ -60,18 +60,17 @@ def reference_(
     )  # fmt: skip
     cos, sin = rope.rotary_cos_sin(positions, shape.inv_freq, shape.rope_scaling, qkv.dtype)
     q, k = (rotated(part, cos, sin) for part in normed)
-    own = slot + torch.arange(tokens, device=qkv.device)
-    keys.index_copy_(2, own, k)
-    values.index_copy_(2, own, parts[2])
-    at = torch.arange(keys.shape[2], device=qkv.device)
-    given = mask.ne(0) | (at >= slot)
+    own = slot[:, None] + torch.arange(tokens, device=qkv.device)
+    row = torch.arange(rows, device=qkv.device)[:, None]
+    keys[row, :, own], values[row, :, own] = k.transpose(1, 2), parts[2].transpose(1, 2)
+    given = mask.ne(0) | (torch.arange(keys.shape[2], device=qkv.device) >= slot[:, None])
     # token by token: torch's GEMMs may round a token differently among others
-    each = [_one(q[:, :, token : token + 1], given, own[token], keys, values, shape) for token in range(tokens)]
+    each = [_one(q[:, :, at : at + 1], given, own[:, at, None], keys, values, shape) for at in range(tokens)]
     return torch.cat(each, dim=2).transpose(1, 2).reshape(*qkv.shape[:-1], -1)
 
 
 def _one(q: Tensor, given: Tensor, own: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
-    """y[B, Hq, 1, D] of the token at slot `own`, which attends to itself and to earlier slots where given[B, L]."""
+    """y[B, Hq, 1, D] of the token at slot own[B, 1], which attends to itself and to earlier slots where given[B, L]."""
     at = torch.arange(keys.shape[2], device=q.device)
     hidden = ~(given & (at <= own) & (at > own - (shape.window or keys.shape[2] + 1)))[:, None, None]
     # what hidden slots hold must not matter
@@ -132,8 +131,8 @@ def decode_attention_(
     Runs the device library on a GPU, Triton where that does not support the layer, and torch on a CPU. A row's bits do
     not depend on the other rows, but differ between the three. Raises KernelError for shapes that do not fit together.
     """
-    packed = all(one.is_contiguous() for one in (qkv, positions, mask, keys, values))
-    require(packed, OP, "qkv, positions, mask and the cache are contiguous")
+    packed = all(one.is_contiguous() for one in (qkv, positions, slot, mask, keys, values))
+    require(packed, OP, "qkv, positions, slot, mask and the cache are contiguous")
     args = (qkv, positions, slot, mask, keys, values, shape, following, consumer)
     y: Tensor = dispatch.run(OP, spec, qkv.device, args)
     return y
@@ -156,6 +155,7 @@ def spec(
     )
     alike = all(one.dtype == qkv.dtype for one in (keys, values))
     whole = all(one.dtype == torch.int64 for one in (positions, slot, mask))
+    require(slot.shape == (rows,), OP, f"slot holds a number for each of {rows} rows, not {list(slot.shape)}")
     require(alike and whole, OP, "q, k, v and the cache have one dtype; positions, slot and mask are int64")
     return Spec(OP, {"B": rows, "T": tokens, "L": keys.shape[2]}, qkv.dtype, options={"shape": shape})
 

@@ -1,8 +1,8 @@
 """End of a decode step, one launch on a GPU: the logits for the sampler, and advancing to the next token.
 
 scores[B, V] = logits[B, V] in float32
-mask[b, slot[0]] = 1 for every row of mask[B, L]: later steps attend to this step's token
-slot[0] += 1, positions[b] += 1
+mask[b, slot[b]] = 1 for every row of mask[B, L]: later steps attend to this step's token
+slot[b] += 1, positions[b] += 1
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ OP = "step_end"
 def reference_(logits: Tensor, scores: Tensor, slot: Tensor, positions: Tensor, mask: Tensor) -> None:
     """In plain torch."""
     scores.copy_(logits)
-    mask.index_fill_(1, slot, 1)
+    mask.scatter_(1, slot[:, None], 1)
     slot.add_(1)
     positions.add_(1)
 
 
 def end_step_(logits: Tensor, scores: Tensor, slot: Tensor, positions: Tensor, mask: Tensor) -> None:
-    """logits[B, V] of any float dtype; scores[B, V] float32; slot[1], positions[B, 1], mask[B, L] int64; 0 <= slot < L.
+    """logits[B, V] of any float dtype; scores[B, V] float32; slot[B], positions[B, 1], mask[B, L] int64; 0 <= slot < L.
 
     Writes all but logits. Raises KernelError for shapes that do not fit together.
     """
@@ -40,7 +40,12 @@ def end_step_(logits: Tensor, scores: Tensor, slot: Tensor, positions: Tensor, m
 def spec(logits: Tensor, scores: Tensor, slot: Tensor, positions: Tensor, mask: Tensor) -> Spec:
     """The Spec of a call, for dispatch. Raises KernelError for shapes and dtypes that do not fit together."""
     rows = scores.shape[0]
-    fit = logits.shape == scores.shape and positions.shape == (rows, 1) and mask.shape[0] == rows and slot.shape == (1,)
+    fit = (
+        logits.shape == scores.shape
+        and positions.shape == (rows, 1)
+        and mask.shape[0] == rows
+        and slot.shape == (rows,)
+    )
     require(fit, OP, f"logits {list(logits.shape)} and mask {list(mask.shape)} are not of {rows} rows")
     whole = all(one.dtype == torch.int64 for one in (slot, positions, mask)) and scores.dtype == torch.float32
     require(whole, OP, "scores are float32, slot, positions and mask int64")

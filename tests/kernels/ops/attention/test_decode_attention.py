@@ -73,7 +73,7 @@ def in_float64(args: tuple[Tensor, ...], shape: AttentionShape) -> tuple[Tensor,
     qkv, positions, slot, mask, keys, values = (
         one.cpu().double() if one.is_floating_point() else one.cpu() for one in args
     )
-    (rows, tokens), new = positions.shape, int(slot)
+    rows, tokens = positions.shape
     parts = qkv.view(rows, tokens, -1, shape.size)
     q, k, v = parts.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=2)
     if shape.q_norm is not None and shape.k_norm is not None:
@@ -84,7 +84,7 @@ def in_float64(args: tuple[Tensor, ...], shape: AttentionShape) -> tuple[Tensor,
     angle = positions[:, :, None].double() * shape.inv_freq.cpu().double()
     q, k = rotated(q, angle), rotated(k, angle)
     found = []
-    for row in range(rows):
+    for row, new in enumerate(slot.tolist()):
         for token in range(tokens):
             first = max(0, new + token + 1 - shape.window) if shape.window else 0
             at = [one for one in range(first, new) if mask[row, one]]
@@ -95,12 +95,19 @@ def in_float64(args: tuple[Tensor, ...], shape: AttentionShape) -> tuple[Tensor,
     return torch.stack(found).flatten(1), k.transpose(1, 2), v.transpose(1, 2)
 
 
+def new_of(case: Step, cached: Tensor) -> Tensor:
+    """[B, H, T, D]: what a cache holds of the new tokens."""
+    each = zip(cached, case.slots, strict=True)
+    return torch.stack([row[:, slot : slot + case.tokens] for row, slot in each])
+
+
 def assert_float_rule(op: Any, case: Step, dtype: torch.dtype) -> None:
     args, shape = made(case, dtype, DEVICE)
-    due, new = in_float64(args, shape), slice(case.slot, case.slot + case.tokens)
+    due = in_float64(args, shape)
     plain, mine = ([one.clone() for one in args] for _ in range(2))
     outputs = [
-        (run(*given, shape), *(one[:, :, new] for one in given[4:])) for run, given in ((reference_, plain), (op, mine))
+        (run(*given, shape), *(new_of(case, one) for one in given[4:]))
+        for run, given in ((reference_, plain), (op, mine))
     ]
     for index, exact in enumerate(due):
         errors = [(out[index].double().cpu() - exact).abs().max().item() for out in outputs]
@@ -109,20 +116,22 @@ def assert_float_rule(op: Any, case: Step, dtype: torch.dtype) -> None:
     for before, after in zip(args, mine, strict=True):  # nothing else was written to
         if before.dim() == 4:
             after = after.clone()
-            after[:, :, new] = before[:, :, new]
+            for row, slot in enumerate(case.slots):
+                new = slice(slot, slot + case.tokens)
+                after[row, :, new] = before[row, :, new]
         torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
 
 
 def alone(op: Any, args: tuple[Tensor, ...], shape: AttentionShape, row: int, padding: int) -> tuple[Tensor, ...]:
     """What a row gets token by token, without the other rows, its padding, and most of the room behind it."""
     qkv, positions, slot, mask, keys, values = args
-    tokens, first = positions.shape[1], int(slot) - padding
+    tokens, first = positions.shape[1], int(slot[row]) - padding
     rest = (mask[row : row + 1, padding:], keys[row : row + 1, :, padding:], values[row : row + 1, :, padding:])
     mask, keys, values = (one[..., : first + tokens, :].clone() if one.dim() == 4 else one[:, : first + tokens].clone()
                           for one in rest)  # fmt: skip
     found = []
     for token in range(tokens):
-        at, own = torch.full_like(slot, first + token), row * tokens + token
+        at, own = torch.full_like(slot[:1], first + token), row * tokens + token
         found.append(
             op(qkv[own : own + 1], positions[row : row + 1, token : token + 1].clone(), at, mask, keys, values, shape)
         )
@@ -137,8 +146,7 @@ def assert_the_same_bits(op: Any, case: Step, dtype: torch.dtype) -> None:
     for row in range(case.rows):
         padding = case.padding if row == case.rows - 1 else 0
         due = alone(op, args, shape, row, padding)
-        new = slice(case.slot, case.slot + case.tokens)
-        found = (y[row], *(one[row : row + 1, :, new] for one in mine[4:]))
+        found = (y[row], *(new_of(case, one)[row : row + 1] for one in mine[4:]))
         for one, other in zip(found, due, strict=True):
             assert torch.equal(bits(one), bits(other)), (row, (one - other).abs().max())
 
