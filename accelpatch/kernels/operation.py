@@ -32,6 +32,7 @@ class Operation(Generic[R]):
 
     def __init__(self, name: str, function: Callable[..., R]):
         self.function = function
+        self._direct: Any = None  # an autograd.Function, where `differentiate` made one
         self.custom = torch.library.custom_op(f"accelpatch::{name}", function, mutates_args=())
         self.custom.register_autograd(_no_gradient)
         functools.update_wrapper(self, function)
@@ -51,7 +52,7 @@ class Operation(Generic[R]):
         """
 
         def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            needed = _padded(ctx.needs_input_grad[:-1], len(inputs))  # the last one is torch's own
+            needed = _padded(ctx.needs_input_grad, len(inputs))[: len(inputs)]  # torch's operation adds one of its own
             dropped = [kept is not None and not kept(needed, place) for place in range(len(inputs))]
             rest = [None if drop else one for one, drop in zip(inputs, dropped, strict=True)]
             ctx.save_for_backward(*(one for one in rest if isinstance(one, Tensor)))
@@ -62,6 +63,7 @@ class Operation(Generic[R]):
             args = tuple(next(saved) if one is _Saved else one for one in ctx.rest)
             return backward(_padded(ctx.needs_input_grad, len(args)), args, *gradients)
 
+        self._direct = _directly(self.function, keep, run)
         self.custom.register_autograd(run, setup_context=keep)
 
     def recompute(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +92,28 @@ class Operation(Generic[R]):
         if torch.compiler.is_compiling() or kwargs or not _plain(args):
             result: R = self.custom._opoverload(*args, **kwargs)
             return result
-        return self.function(*args)
+        if not wants_gradient(one for one in args if isinstance(one, Tensor)):
+            return self.function(*args)
+        differentiable: Callable[..., R] = self._direct or self.custom._opoverload
+        return differentiable(*args)
+
+
+def _directly(function: Callable[..., R], keep: Callable[..., None], run: Callable[..., Any]) -> Callable[..., R]:
+    """`function` with its gradient, without torch's dispatcher, which takes longer on the host than most kernels on a
+    device. keep, run: as `torch.library.register_autograd` takes them."""
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> R:
+            keep(ctx, args, None)
+            return function(*args)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return run(ctx, *gradients)
+
+    apply: Callable[..., R] = Direct.apply
+    return apply
 
 
 def with_defaults(function: Callable[..., R], like: Callable[..., Any]) -> Callable[..., R]:
@@ -130,16 +153,10 @@ def wants_gradient(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def _plain(args: tuple[Any, ...]) -> bool:
-    """Whether torch's dispatcher can be bypassed: eager mode, plain tensors with data, no gradient needed."""
-    if not is_eager():
-        return False
-    differentiable = torch.is_grad_enabled()
-    for value in args:
-        if isinstance(value, Tensor) and (
-            type(value) not in PLAIN or value.is_meta or (differentiable and value.requires_grad)
-        ):
-            return False
-    return True
+    """Whether torch's dispatcher can be bypassed: eager mode, plain tensors with data."""
+    return is_eager() and not any(
+        isinstance(value, Tensor) and (type(value) not in PLAIN or value.is_meta) for value in args
+    )
 
 
 NO_GRADIENT = (

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from accelpatch.kernels.arguments import HALVES
 from accelpatch.kernels.layouts.int4_tiles import Tiles, places
-from accelpatch.kernels.layouts.tiling import TILE_VALUES
+from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 from accelpatch.kernels.triton.dequantize import Floats, _beside, _value, by_slices, int4_floats, int8_floats
 from accelpatch.kernels.triton.gemm import INT8, Block, Blocks, flat_rows, grid, in_runs, leave, linear
 from accelpatch.kernels.triton.launch import on
 
+Rows = Callable[[int, int, torch.dtype], Tensor]
 KINDS = {"none": 0, "zero_point": 1, "minimum": 2, "nf4": 3, "fp4": 4, "e2m1": 5}
 INT4 = Blocks((Block(16, 64, 128, 4, 6), Block(32, 64, 128, 4, 4), Block(64, 128, 128, 8, 4)))
 
@@ -105,13 +106,55 @@ def tiled_int4_linear(x: Tensor, *args: object) -> Tensor:
 
 def written_out(tiles: Tiles, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """A function for the GEMM with any number of rows of x, dequantising to memory; made once for many calls."""
+    interleaved = tiles.part == "both"
+    floats = _floats_of(tiles, interleaved)
+    return lambda x: _written(x, tiles.n, bias, floats, interleaved)
+
+
+def _floats_of(tiles: Tiles, interleaved: bool) -> Floats:
     scale, shape = tiles.scale.contiguous(), places(tiles.k, tiles.group)
     steps, groups, shift = shape.values()
     beside = scale if tiles.offset is None else tiles.offset.contiguous()
     sizes, form = (steps, scale.shape[1], shift), (KINDS[tiles.kind], tiles.group, groups)
-    interleaved, words = tiles.part == "both", tiles.w.contiguous().view(torch.int32)
-    floats = int4_floats(words, scale, beside, tiles.k, sizes, form, interleaved)
-    return lambda x: _written(x, tiles.n, bias, floats, interleaved)
+    return int4_floats(tiles.w.contiguous().view(torch.int32), scale, beside, tiles.k, sizes, form, interleaved)
+
+
+def rows_of(tiles: Tiles) -> Rows:
+    """(start, stop, dtype) -> rows start .. stop - 1 of the weight of `tiles`, [stop - start, K]."""
+    floats = _floats_of(tiles, tiles.part != "all")
+    half, shared = tiles.rows // 2, TILE_ROWS if tiles.part == "all" else TILE_ROWS // 2
+
+    def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        if tiles.part == "both" and start < half < stop and (start, stop) != (0, tiles.rows):
+            return torch.cat([rows(start, half, dtype), rows(half, stop, dtype)])
+        later = tiles.part == "up" or (tiles.part == "both" and start >= half)  # of the second half's rows
+        behind = half if tiles.part == "both" and later else 0
+        first, last = (start - behind) // shared * shared, -(-(stop - behind) // shared) * shared
+        if tiles.part == "all":
+            last = stop
+        elif stop - start == tiles.rows:
+            first, last = 0, half
+        both = 1 if tiles.part == "all" else 2
+        out = tiles.w.new_empty((both * (last - first), tiles.k), dtype=dtype)
+        with on(out):
+            floats(both * first, both * last, out)
+        begin = start - behind - first + (last - first if later else 0)
+        return out[begin : begin + stop - start]
+
+    return rows
+
+
+def int8_rows_of(q: Tensor, scale: Tensor) -> Rows:
+    """As `rows_of`, of q[N, K] * scale[N, G]."""
+    floats = int8_floats(q.contiguous(), scale.contiguous())
+
+    def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        out = q.new_empty((stop - start, q.shape[1]), dtype=dtype)
+        with on(out):
+            floats(start, stop, out)
+        return out
+
+    return rows
 
 
 def written(m: int) -> bool:

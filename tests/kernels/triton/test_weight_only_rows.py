@@ -13,7 +13,7 @@ from accelpatch.device import KNOWN
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.row_major import Plain
-from accelpatch.kernels.ops.linear import float_linear
+from accelpatch.kernels.ops.linear import float_linear, tiled_int4_linear
 from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
 from accelpatch.quant import int4
 from tests.support.gemv_reference import wrong
@@ -193,3 +193,42 @@ class TestFloats:
             found = [float_linear.by_triton(given, w, beside, gate) for given in (x, wide[:, :k])]
         assert torch.equal(bits(found[0]), bits(found[1]))
         assert wrong(found[0], w, x, {"bias": beside, "activation": "silu_gate" if gate else "none"}) == ""
+
+
+@here
+@pytest.mark.parametrize("part", ["all", "both", "gate", "up"])
+@pytest.mark.parametrize("kind", ["none", "minimum", "zero_point"])
+def test_rows_of_a_weight(kind: str, part: str) -> None:
+    from accelpatch.kernels.triton.weight_only import rows_of
+
+    tiles = Tiles(*int4_args(1, 96, 256, torch.float32, 64, kind)[1:-1])
+    if part != "all":
+        tiles = tiles.pair()
+        tiles = tiles if part == "both" else tiles.replace(n=48, part=part)
+    due, _ = tiled_int4_linear.dense(torch.float32, *tiles.arguments(), None)
+    for start, stop in ((0, tiles.n), (0, 16), (32, 48), (5, 7), (16, tiles.n), (20, tiles.n - 3)):
+        if part == "all" and start % 16:
+            continue  # blocks of rows begin at tiles
+        found = rows_of(tiles)(start, stop, torch.float32)
+        torch.testing.assert_close(found, due[start:stop], rtol=1e-6, atol=1e-6)
+
+
+@here
+def test_rows_of_int8() -> None:
+    from accelpatch.kernels.triton.weight_only import int8_rows_of
+
+    _, q, scale, _ = int8_args(1, 65, 128, torch.float32, groups=4)
+    due = (q.float().unflatten(1, (4, -1)) * scale[:, :, None]).flatten(1)
+    for start, stop in ((0, 65), (16, 65), (32, 48)):
+        torch.testing.assert_close(int8_rows_of(q, scale)(start, stop, torch.float32), due[start:stop])
+
+
+@here
+@pytest.mark.parametrize("part", ["gate", "up"])
+def test_a_half_of_paired_tiles_for_many_rows(part: str) -> None:
+    x, *weight, _ = int4_args(600, 96, 256, torch.float16)
+    tiles = Tiles(*weight).pair().replace(n=48, part=part)
+    bias = torch.randn(48, generator=torch.Generator().manual_seed(3)).to(DEVICE, torch.float16)
+    due = tiled_int4_linear.reference(x.float(), *tiles.arguments(), bias.float())
+    found = tiled_int4_linear.by_triton(x, *tiles.arguments(), bias)
+    torch.testing.assert_close(found.float(), due, rtol=5e-3, atol=5e-3)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.row_major import RowMajor
-from accelpatch.kernels.operation import NO_GRADIENT, Operation, with_defaults
+from accelpatch.kernels.layouts.tiling import TILE_ROWS
+from accelpatch.kernels.operation import NO_GRADIENT, Operation, is_eager, with_defaults
 from accelpatch.kernels.ops.linear import common
 
 #: elements of weight dequantised at once on a CPU: 4 MiB of float32; elsewhere common.DEVICE_BLOCK
@@ -64,7 +65,8 @@ def differentiate(
         made: list[Any] = [None] * len(args)
         flat = dy.reshape(-1, dy.shape[-1])
         if needed[0]:
-            made[0] = compute(dy.contiguous(), *args[1:])
+            direct = is_eager() and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+            made[0] = (of_input if direct else compute)(dy.contiguous(), *args[1:])
         if trains and needed[1]:
             made[1] = (flat.t() @ args[0].reshape(-1, args[0].shape[-1])).to(args[1].dtype)
         if needed[bias]:
@@ -86,6 +88,7 @@ def _input_gradient(dy: Tensor, rows: Rows, n: int, k: int) -> Tensor:
     dtype = wide if cpu else dy.dtype  # a device's matrix units sum in float32
     flat = dy.reshape(-1, n).to(dtype)
     step = max(1, (CPU_BLOCK if cpu else common.DEVICE_BLOCK) // k)
+    step = step if cpu else -(-step // TILE_ROWS) * TILE_ROWS
     if step >= n:
         return (flat @ rows(0, n, dtype)).to(dy.dtype).view(*dy.shape[:-1], k)
     total = torch.zeros(flat.shape[0], k, dtype=wide, device=dy.device)

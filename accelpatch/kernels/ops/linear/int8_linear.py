@@ -6,13 +6,11 @@ any leading dimensions and strides; y has its dtype. Activations stay float (wei
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.device import Device
+from accelpatch.device import Device, probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import Int8Rows
@@ -97,7 +95,17 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None)
 
 
 int8_linear.register_fake(common.rows_like(spec))
-gradient.differentiate(int8_linear, Int8Rows, partial(gradient.of_rows, dense=dense))
+
+
+def _rows(weight: Int8Rows) -> gradient.Rows:
+    if launch.why_not(probe(weight.w.device)) is None:
+        from accelpatch.kernels.triton.weight_only import int8_rows_of
+
+        return int8_rows_of(*weight.arguments())
+    return gradient.of_rows(weight, dense)
+
+
+gradient.differentiate(int8_linear, Int8Rows, _rows)
 
 
 def cases() -> list[Case]:

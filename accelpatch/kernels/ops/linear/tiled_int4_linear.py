@@ -175,13 +175,16 @@ def triton_why_not(spec: Spec, device: Device) -> str | None:
 
 def by_triton(x: Tensor, *args: Any) -> Tensor:
     """The implementation `triton`: dequantises in registers, or for many rows into slices for torch's GEMM."""
+    from accelpatch.kernels.triton.weight_only import rows_of, written
     from accelpatch.kernels.triton.weight_only import tiled_int4_linear as run
-    from accelpatch.kernels.triton.weight_only import written
 
     *rest, bias = args
     tiles = Tiles(*rest)
-    if tiles.part == "both" and written(x.numel() // tiles.k):
+    many = written(x.numel() // tiles.k)
+    if tiles.part == "both" and many:
         return run(x, *args)
+    if tiles.part != "all" and many:  # the columns of its own half alone
+        return common.by_row_blocks(x, tiles.n, tiles.k, rows_of(tiles), bias)
     whole = tiles.replace(n=tiles.rows, part="all")
     return in_order(run(x, *whole, in_tiles(bias, tiles.part)), tiles.part)
 
@@ -220,7 +223,11 @@ tiled_int4_linear.register_fake(common.rows_like(spec))
 
 
 def _rows(tiles: Tiles) -> gradient.Rows:
-    """The rows of the weight, whose codes are put in order at once."""
+    """The rows of the weight: by Triton from the tiles, or of the codes, which are put in order at once."""
+    if launch.why_not(probe(tiles.w.device)) is None:
+        from accelpatch.kernels.triton.weight_only import rows_of
+
+        return rows_of(tiles)
     return gradient.of_rows(tiles.canonical(), int4_linear.dense)
 
 
