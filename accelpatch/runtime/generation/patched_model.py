@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from accelpatch.fusion.cache_name import CACHE, behind_checks
 from accelpatch.modules.attention import WEIGHTS
@@ -153,8 +153,11 @@ def _marking(cls: Any, name: str) -> Any:
     def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         brought = model_kwargs.get(CACHE)
         prepared = getattr(cls, name)(self, generation_config, model_kwargs, *args, **kwargs)
-        if type(cache := model_kwargs.get(CACHE)) is DynamicCache:
-            setattr(cache, OWN_CACHE, brought is None)  # one that an earlier call returned is marked already
+        cache: Any = model_kwargs.get(CACHE)
+        parts = [cache.self_attention_cache] if type(cache) is EncoderDecoderCache else [cache]
+        for part in parts:
+            if type(part) is DynamicCache:
+                setattr(part, OWN_CACHE, brought is None)  # one that an earlier call returned is marked already
         return prepared
 
     return prepare

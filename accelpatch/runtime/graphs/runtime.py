@@ -15,6 +15,7 @@ from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.spread import device_of, several_devices
 from accelpatch.runtime.graphs.calls import CapturedCalls, captured_outputs, generates
 from accelpatch.runtime.graphs.capture import GRAPHS
+from accelpatch.runtime.graphs.encoder_decoder import EncoderDecoderStep, Source
 from accelpatch.runtime.graphs.fused_forward import fused_outputs
 from accelpatch.runtime.graphs.kv_cache import capacity_for, grown
 from accelpatch.runtime.graphs.model_graphs import AdapterStates, CapturedModel
@@ -112,8 +113,11 @@ class CapturedRuntime(ModelRuntime):
                     for one, done in self._done:
                         done.record(torch.cuda.current_stream(one))
 
-    def why_not(self, model: nn.Module) -> str | None:
-        """Why no captured step can run, or None; inspects the model but captures nothing yet."""
+    def why_not(self, model: nn.Module, given: Mapping[str, Any] | None = None) -> str | None:
+        """Why no captured step can run, or None; inspects the model but captures nothing yet.
+
+        given: the arguments of a call of an encoder-decoder.
+        """
         if reason := self.code.cache or self._unable(model):
             return reason
         self._look(model)
@@ -125,7 +129,7 @@ class CapturedRuntime(ModelRuntime):
         if captured.why_not is None and objection is not None:
             return objection
         if not captured.learned:
-            self._learn(model)
+            self._learn(model, given)
             if not captured.read:
                 self._fuse(model)
         return captured.why_not
@@ -139,22 +143,27 @@ class CapturedRuntime(ModelRuntime):
             )
         return capacity_for(length + 1, self.max_length)
 
-    def step(self, model: nn.Module, rows: int, capacity: int, watched: tuple[int, ...] = ()) -> CapturedStep:
+    def step(
+        self, model: nn.Module, rows: int, capacity: int, watched: tuple[int, ...] = (), source: Source | None = None
+    ) -> CapturedStep:
         """The step for this size, captured if needed; see CapturedModel.step. What no graph may hold is watched too."""
         watched = watched or (() if self._watch is None else tuple(self._watch.uncaptured))
         step = None
         with suppress(torch.OutOfMemoryError):
-            step = self.captured.step(model, rows, capacity, watched)
+            step = self.captured.step(model, rows, capacity, watched, source)
         if step is None:  # free the caches of other adapter states and sizes; the error holds none of them any more
             self._states.free_others()
             self.captured.free(rows)
-            step = self.captured.step(model, rows, capacity, watched)
+            step = self.captured.step(model, rows, capacity, watched, source)
         self._flags = [] if self._watch is None else self._watch.flags()
         return step
 
     def larger(self, model: nn.Module, step: CapturedStep) -> CapturedStep:
         """The step over a cache of the next larger capacity, with the contents of this one's."""
-        larger = self.step(model, step.batch.rows, grown(step.capacity, self.max_length))
+        capacity, source = grown(step.capacity, self.max_length), None
+        if isinstance(step, EncoderDecoderStep):
+            source = step.encoded.source
+        larger = self.step(model, step.batch.rows, capacity, source=source)
         larger.adopt(step)
         return larger
 
@@ -210,10 +219,10 @@ class CapturedRuntime(ModelRuntime):
             self._learn(model)
         return self.captured.learned and self.captured.why_not is None
 
-    def _learn(self, model: nn.Module) -> None:
+    def _learn(self, model: nn.Module, given: Mapping[str, Any] | None = None) -> None:
         self._learning = True
         try:
-            self.captured.learn(model)
+            self.captured.learn(model, given)
         finally:
             self._learning = False
         self._flags = [] if self._watch is None else self._watch.flags()
