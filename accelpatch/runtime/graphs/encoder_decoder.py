@@ -104,6 +104,37 @@ class CrossLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
 
+class CrossContents(Contents):
+    """The keys and values of the cross-attention of one of transformers' caches.
+
+    texts[B]: rows with equal numbers read the same output of the encoder, as the beams of a text do, so that they may
+    change places without a copy; None where that is not known.
+    """
+
+    texts: Tensor | None = None
+    _kept: tuple[Tensor | None, int] = None, 0  # the last rows that were found to change places so, and of which layer
+
+    def reorder(self, place: int, rows: Tensor) -> bool:
+        """As in Contents."""
+        known = rows is self._kept[0] and place == self._kept[1] + 1
+        if self.texts is not None and not known:
+            if len(rows) == len(self.texts) and torch.equal(self.texts[rows.to(self.texts.device)], self.texts):
+                known = True
+            else:
+                self.texts = None
+        self._kept = (rows, place) if known else (None, 0)
+        return self.texts is not None or super().reorder(place, rows)
+
+
+def texts_of(given: Mapping[str, Any]) -> Tensor:
+    """The number of the encoder's output that each row reads, the same for neighbours that read equal ones."""
+    same = torch.ones(len(hidden_of(given)) - 1, dtype=torch.bool, device=hidden_of(given).device)
+    for one in (hidden_of(given), given.get(MASK)):
+        if one is not None:
+            same = same & (one[1:] == one[:-1]).flatten(1).all(1).to(same.device)
+    return torch.nn.functional.pad((~same).long().cumsum(0), (1, 0))
+
+
 class Encoded:
     """What the encoder gave to `rows` sequences, at fixed addresses: hidden[B, S, K], its mask, the cross-attention's
     keys and values. Steps of several capacities share it."""
@@ -115,11 +146,19 @@ class Encoded:
         shape = None if source.mask is None else (rows, *source.mask)
         self.mask = None if shape is None else torch.ones(shape, dtype=torch.int64, device=device)
         self.cache = Cache(layers=[CrossLayer(one, rows, source.length) for one in learned.cross])
-        self._contents: weakref.ref[Contents] | None = None  # of another's cache, that lie in this one
+        self._contents: weakref.ref[CrossContents] | None = None  # of another's cache, that lie in this one
 
-    def take(self, cache: Any, given: Mapping[str, Any]) -> Contents:
+    def take(self, cache: Any, given: Mapping[str, Any]) -> CrossContents:
         """Move the keys and values of one of transformers' caches here, and copy what they were made from."""
         self.vacate()
+        self.show(given)
+        contents = attach(cache, self.cache, CrossContents)
+        contents.texts = texts_of(given)
+        self._contents = weakref.ref(contents)
+        return contents
+
+    def show(self, given: Mapping[str, Any]) -> None:
+        """Copy the encoder's output and its mask from a call's arguments."""
         hidden, mask = hidden_of(given), given.get(MASK)
         length = hidden.shape[1]
         self.hidden[:, :length].copy_(hidden)
@@ -128,9 +167,6 @@ class Encoded:
             self.mask[:, :length] = 1 if mask is None else mask.ne(0)
         elif self.mask is not None and mask is not None:
             self.mask.copy_(mask)
-        contents = attach(cache, self.cache)
-        self._contents = weakref.ref(contents)
-        return contents
 
     def holds(self, contents: Contents | None) -> bool:
         """Whether these contents lie here."""

@@ -16,6 +16,7 @@ from accelpatch.fusion.spread import device_of, several_devices
 from accelpatch.runtime.graphs.calls import CapturedCalls, captured_outputs, generates
 from accelpatch.runtime.graphs.capture import GRAPHS
 from accelpatch.runtime.graphs.encoder_decoder import EncoderDecoderStep, Source
+from accelpatch.runtime.graphs.encoder_decoder_call import IDS, one_token
 from accelpatch.runtime.graphs.fused_forward import fused_outputs
 from accelpatch.runtime.graphs.kv_cache import capacity_for, grown
 from accelpatch.runtime.graphs.model_graphs import AdapterStates, CapturedModel
@@ -60,7 +61,17 @@ class CapturedRuntime(ModelRuntime):
         """Outputs of a model call by fused layers or a graph; None where the modules must run."""
         if self._learning:
             return None
+        if IDS in given:  # of the decoder of an encoder-decoder
+            return one_token(self, model, given)
         return (fused_outputs if generates(model) else captured_outputs)(self, model, given)
+
+    def ready(self, model: nn.Module, given: Mapping[str, Any]) -> bool:
+        """Whether a single call of an encoder-decoder can be a captured step, as far as the model is concerned."""
+        if self.code.cache or not self._looked(model) or self.watch.watched() or self.watch.other_code:
+            return False
+        if not self.captured.learned:
+            self._learn(model, given)
+        return self.captured.why_not is None
 
     def fused(self, model: nn.Module) -> tuple[FusedModel | None, list[int]]:
         """The model's fused layers, if it has any, and the indices of layers with hooks, which must run as modules."""

@@ -132,7 +132,7 @@ class CapturedStep:
     def attach(self, cache: Any) -> Contents:
         """Move one of transformers' caches into this step's, and leave it there until the step is used for another."""
         self.vacate()
-        contents = attach(cache, self.cache)
+        contents: Contents = attach(cache, self.cache)
         self._contents = weakref.ref(contents)
         return contents
 
