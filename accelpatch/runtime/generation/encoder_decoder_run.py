@@ -7,12 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateEncoderDecoderOutput
+from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.runtime.cache_contents import Contents
 from accelpatch.runtime.generation.captured_run import CapturedRun
 from accelpatch.runtime.generation.decoding import stock_loop_because
-from accelpatch.runtime.graphs.encoder_decoder import MASK, OUTPUTS, EncoderDecoderStep, call_why_not
+from accelpatch.runtime.graphs.encoder_decoder import MASK, OUTPUTS, EncoderDecoderStep, call_why_not, hidden_of
+from accelpatch.runtime.graphs.encoder_decoder_prompt import (
+    CAPTURED_PROMPT,
+    CapturedPrompts,
+    begin_caches,
+    prompt_why_not,
+)
 from accelpatch.runtime.graphs.kv_cache import cache_of
 from accelpatch.runtime.graphs.runtime import CapturedRuntime
 from accelpatch.runtime.graphs.step import CapturedStep
@@ -57,12 +64,37 @@ class EncoderDecoderRun(CapturedRun):
 
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
         """As of CapturedRun."""
-        outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
-        cache, step = cache_of(outputs), self.step
+        step, cache = self.step, kwargs[CACHE]
         assert isinstance(step, EncoderDecoderStep)
+        length = ids.shape[1]
+        if self._by_graph(step, ids, config, kwargs):
+            logits = step.batch.logits.clone()
+            outputs: Any = Seq2SeqLMOutput(**{CACHE: cache})
+            begin_caches(cache, step)
+        else:
+            outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
+            cache = cache_of(outputs)
+            logits, length = outputs.logits[:, -1].to(copy=True, dtype=torch.float32), cache.get_seq_length()
+            step.encoded.vacate()
+            step.encoded.show(kwargs)
         self.kwargs = self._model._update_model_kwargs_for_generation(outputs, kwargs, is_encoder_decoder=True)
-        own = cache.self_attention_cache
-        self._continue(own, own.get_seq_length(), kwargs.get(self.mask), self.kwargs.get(POSITIONS), config)
-        self._cross = step.encoded.take(cache.cross_attention_cache, kwargs)
-        logits: Tensor = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
+        positions = self.kwargs.get(POSITIONS)
+        self._continue(cache.self_attention_cache, length, kwargs.get(self.mask), positions, config)
+        self._cross = step.encoded.attach(cache.cross_attention_cache, kwargs)
+        self._cross.length = hidden_of(kwargs).shape[1]
         return logits.to(ids.device)
+
+    def _by_graph(self, step: EncoderDecoderStep, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> bool:
+        """Run the first tokens by a graph, where there is one: into the caches of the step."""
+        if prompt_why_not(kwargs) is not None or getattr(config, "prefill_chunk_size", None) is not None:
+            return False
+        if step.first_tokens is None:
+            step.first_tokens = CapturedPrompts()
+        step.encoded.vacate()
+        step.encoded.show(kwargs)
+        graph = step.first_tokens.of(step, ids.shape[1], self.runtime.captured.graph(step.batch.device))
+        if graph is None:
+            return False
+        graph(ids)
+        self.runtime.paths[CAPTURED_PROMPT] += 1
+        return True

@@ -152,6 +152,10 @@ class Encoded:
         """Move the keys and values of one of transformers' caches here, and copy what they were made from."""
         self.vacate()
         self.show(given)
+        return self.attach(cache, given)
+
+    def attach(self, cache: Any, given: Mapping[str, Any]) -> CrossContents:
+        """The same after `show`, and where nothing of another cache lies here any more."""
         contents = attach(cache, self.cache, CrossContents)
         contents.texts = texts_of(given)
         self._contents = weakref.ref(contents)
@@ -187,6 +191,7 @@ class EncoderDecoderStep(CapturedStep):
         self, model: Any, batch: Batch, shapes: Sequence[Cached], capacity: int, graph: GraphOf, encoded: Encoded
     ):
         self.encoded = encoded
+        self.first_tokens: Any = None  # encoder_decoder_prompt.CapturedPrompts, made at the first call
         super().__init__(model, batch, shapes, capacity, graph)
 
     def _given(self) -> dict[str, Any]:
@@ -196,7 +201,7 @@ class EncoderDecoderStep(CapturedStep):
         masks = {"decoder_attention_mask": self.mask} | ({} if encoded.mask is None else {MASK: encoded.mask})
         both = EncoderDecoderCache(self.cache, encoded.cache)
         given = {"decoder_input_ids": batch.tokens[:, None], OUTPUTS: BaseModelOutput(encoded.hidden), CACHE: both}
-        return {**given, **masks, **places, **self._arguments}
+        return {**given, **masks, **places}
 
 
 def call_why_not(model: Any, given: Mapping[str, Any]) -> str | None:

@@ -93,20 +93,24 @@ class CapturedStep:
 
     def _by_modules(self) -> Tensor:
         """Logits [B, V] by the model's own forward."""
-        model = self._model()
-        assert model is not None
         try:
-            outputs = model(**self._given())
+            return self.by_modules(self._given())[:, -1]
         finally:
             for layer in self.cache.layers:
                 layer.ahead = False
-        return outputs.logits[:, -1]
+
+    def by_modules(self, given: dict[str, Any]) -> Tensor:
+        """Logits [B, T, V] by the model's own forward."""
+        model = self._model()
+        assert model is not None
+        logits: Tensor = model(**given, **self._arguments).logits
+        return logits
 
     def _given(self) -> dict[str, Any]:
         """The arguments of the model's own forward."""
         places = {"position_ids": self.batch.positions} if "position_ids" in self._accepted else {}
         given = {"input_ids": self.batch.tokens[:, None], "attention_mask": self.mask, CACHE: self.cache}
-        return {**given, **places, **self._arguments}
+        return {**given, **places}
 
     def replay(self, contents: Contents | None = None, call: CacheCall | None = None) -> None:
         """Run the captured program once. contents: of the cache of `call`, which uncaptured layers' modules use."""
