@@ -65,6 +65,13 @@ class CapturedRuntime(ModelRuntime):
             return one_token(self, model, given)
         return (fused_outputs if generates(model) else captured_outputs)(self, model, given)
 
+    def encoder_outputs(self, part: Any, given: Mapping[str, Any] | None) -> Any:
+        """As of ModelRuntime."""
+        model = self.code.model
+        if given is None or self._learning or self._busy or model is None or model.get_encoder() is not part:
+            return None
+        return captured_outputs(self, part, given)
+
     def ready(self, model: nn.Module, given: Mapping[str, Any]) -> bool:
         """Whether a single call of an encoder-decoder can be a captured step, as far as the model is concerned."""
         if self.code.cache or not self._looked(model) or self.watch.watched() or self.watch.other_code:
@@ -82,8 +89,9 @@ class CapturedRuntime(ModelRuntime):
         return self.captured.fused, sorted({*self.watch.watched(), *self.watch.uncaptured})
 
     def calls(self, model: nn.Module) -> CapturedCalls | None:
-        """The captured calls of the model as it is; None where its modules must run."""
-        if not self._looked(model) or self.watch.watched() or several_devices(model):
+        """The captured calls of the model as it is, or of its encoder; None where its modules must run."""
+        whole = self.code.model or model
+        if not self._looked(whole) or self.watch.watched() or several_devices(whole):
             return None
         return self.captured.calls(model)
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 import accelpatch
 from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs.calls import CALL
+from accelpatch.runtime.graphs.encoder_decoder_prompt import CAPTURED_PROMPT
 from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.encoder_decoders import FAMILIES, encoder_decoder, given_to, texts
 
@@ -67,6 +69,21 @@ def test_logits_in_bfloat16(name: str, recipe: str) -> None:
     logits = [torch.stack(one.logits[:2]).double() for one in made]
     assert (logits[0] - logits[1]).norm() <= 2**-5 * logits[1].norm()
     assert model.accelpatch.report().paths[CAPTURED] == 7
+
+
+@pytest.mark.parametrize("name", ["t5", "m2m100", "whisper"])
+def test_what_comes_again_is_captured_whole(name: str) -> None:
+    model = patched(name)
+    plain = stock(model)
+    for place in range(5):
+        given = on_gpu(given_to(name))
+        given = {key: one.roll(place, -1) if one.is_floating_point() else one for key, one in given.items()}
+        if "input_ids" in given:
+            given["input_ids"] = (given["input_ids"] + place) % 150 * given["attention_mask"]
+        made, due = (one.generate(**given, max_new_tokens=NEW, do_sample=False) for one in (model, plain))
+        assert torch.equal(made, due), place
+    paths = model.accelpatch.report().paths
+    assert (paths[CALL], paths[CAPTURED_PROMPT]) == (3, 4), paths
 
 
 def test_texts_of_several_lengths_in_turn() -> None:
