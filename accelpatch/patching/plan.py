@@ -13,6 +13,7 @@ from accelpatch.device import Device
 from accelpatch.errors import PlanError
 from accelpatch.own_code.wrapped_forward import has_own_forward
 from accelpatch.patching import groups as smoothing
+from accelpatch.patching.decoding_note import decoding_note
 from accelpatch.patching.entry import Entry, check_owners
 from accelpatch.patching.groups import Group
 from accelpatch.patching.match import ATTENTION, matches, rule_for, sites, text_config
@@ -30,7 +31,8 @@ class Plan:
 
     max_length, cache_bytes: length in tokens and bytes of the KV cache at batch 1 that `fits` counts beside the
     weights. groups: what is smoothed together. left: notes about groups that are not. places: which part lies where, of
-    a model that is spread over devices. who_runs: says what `why` gives of the choices' specs.
+    a model that is spread over devices, and how an encoder-decoder generates. who_runs: says what `why` gives of the
+    choices' specs.
     """
 
     model: str
@@ -153,7 +155,7 @@ def make_plan(
     modules = [(site.path, site.module) for entry in entries for site in entry.sites if site.module is not None]
     hooked = [path for path, one in modules if one._forward_hooks or one._forward_pre_hooks]
     smoothed, left = smoothing.chosen(wanted, smooths, hooked, smoothing.not_multiplied(found))
-    places = tuple(placement.lines())
+    places = (*placement.lines(), *decoding_note(model, recipe, device))
     return Plan(name, recipe, device, tuple(entries), length, cache, smoothed, tuple(left), places)
 
 

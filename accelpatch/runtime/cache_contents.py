@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -149,6 +149,9 @@ class Contents:
         self.static = static
 
 
+Held = TypeVar("Held", bound=Contents)
+
+
 def _states(name: str) -> property:
     """The keys or values: a view of the slots, where nobody else writes; else of the layer's own, which detaches."""
 
@@ -237,7 +240,7 @@ def attached(cache: Any) -> Contents | None:
     return contents if contents is not None and contents.are_of(cache) else None
 
 
-def attach(cache: Any, static: Any) -> Contents:
+def attach(cache: Any, static: Any, kind: type[Held] = Contents) -> Held:  # type: ignore[assignment]
     """Move the tokens of `cache`, for which cache_form.py has no objection, into `static`, and leave them there.
 
     Of a sliding-window layer only the last tokens exist; the window hides all earlier ones.
@@ -250,7 +253,7 @@ def attach(cache: Any, static: Any) -> Contents:
         first = length - layer.keys.shape[2]
         held.keys[:, :, first:length].copy_(layer.keys)
         held.values[:, :, first:length].copy_(layer.values)
-    return Contents(cache.layers, static, length)
+    return kind(cache.layers, static, length)
 
 
 def copy_slots(static: Any, larger: Any) -> None:

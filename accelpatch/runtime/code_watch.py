@@ -40,11 +40,12 @@ class CodeWatch:
     version: another one once other code would run than before; what was derived from the model is then out of date.
     others: why some module runs other code than its package's, or None. loop: why generate() must run transformers' own
     loop. cache: why no step may use a cache of its own. sessions: what has begun and not ended in which the originals'
-    attention runs every call.
+    attention runs every call. runtime: that of the model, whose calls of its encoder may be captured too.
     """
 
     def __init__(self, model: Any = None):
         self._model = None if model is None else weakref.ref(model)
+        self.runtime: weakref.ref[Any] | None = None
         self._snapshot: own_code.Snapshot | None = None
         self._overridden: dict[str, Any] = {}
         self._aside: attention.Aside = []  # configurations that name the originals' attention meanwhile
@@ -64,6 +65,11 @@ class CodeWatch:
 
     def __reduce__(self) -> tuple[type[CodeWatch], tuple[()]]:
         return CodeWatch, ()
+
+    @property
+    def model(self) -> Any:
+        """The whole model, None where it is gone."""
+        return None if self._model is None else self._model()
 
     def __enter__(self) -> None:
         caller = threading.current_thread()

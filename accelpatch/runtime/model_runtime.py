@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Self
@@ -31,4 +32,9 @@ class ModelRuntime:
         made.paths.clear()
         made.loss = self.loss
         made.unfused, made.code = self.unfused, copy.deepcopy(self.code, memo)
+        made.code.runtime = None if self.code.runtime is None else weakref.ref(made)
         return made
+
+    def encoder_outputs(self, part: Any, given: Mapping[str, Any] | None) -> Any:
+        """Outputs of a call of a model inside an encoder-decoder, if it is the encoder's and captured; else None."""
+        return None

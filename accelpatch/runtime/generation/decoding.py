@@ -7,6 +7,7 @@ suppressed end-of-sequence ids.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any, Protocol
 
 import torch
@@ -24,16 +25,18 @@ from accelpatch.runtime.cpu.native_step import NativeRun, NativeRuntime, unknown
 UNDERSTOOD = frozenset({"attention_mask", CACHE, "position_ids", "use_cache", "logits_to_keep", "tokenizer"})
 
 
-def stock_loop_because(model: Any, config: Any, synced_gpus: bool, kwargs: dict[str, Any]) -> str | None:
+def stock_loop_because(
+    model: Any, config: Any, synced_gpus: bool, kwargs: dict[str, Any], understood: Container[str] = UNDERSTOOD
+) -> str | None:
     """Why transformers' own loop must run; None where `decode` can."""
     if reason := vars(model)[CODE].loop:
         return str(reason)
-    if extra := unknown(kwargs, UNDERSTOOD):
+    if extra := unknown(kwargs, understood):
         return f"the argument {extra}"
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         return "attentions or hidden states were asked for"
-    if synced_gpus or config.is_assistant or not kwargs.get("use_cache") or model.config.is_encoder_decoder:
-        return "synchronised devices, an assistant, no cache, or an encoder"
+    if synced_gpus or config.is_assistant or not kwargs.get("use_cache"):
+        return "synchronised devices, an assistant, or no cache"
     if model._forward_hooks or model._forward_pre_hooks or ("forward" in vars(model) and not moves_only(model)):
         return "a hook on the model"  # which expects to see each call of the model
     if model._valid_auto_compile_criteria(kwargs, config):
@@ -71,9 +74,13 @@ def loop(
     config: Any,
     streamer: Any,
     kwargs: dict[str, Any],
+    result: Any = GenerateDecoderOnlyOutput,
 ) -> Any:
-    """The loop in which the host samples each token. steps: make the logits after a prompt, then after each token."""
-    kept = _Kept(config)
+    """The loop in which the host samples each token. steps: make the logits after a prompt, then after each token.
+
+    result: the class of what is returned where a dictionary is wanted.
+    """
+    kept = _Kept(config, result)
     unfinished = torch.ones(ids.shape[0], dtype=torch.long, device=ids.device)
     padding = config._pad_token_tensor if any(hasattr(one, "eos_token_id") for one in criteria) else None
     logits = steps.prompt(ids, config, kwargs)
@@ -135,7 +142,8 @@ class _Steps:
 class _Kept:
     """The scores and logits that the caller of generate() asks for besides the tokens."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any, result: Any):
+        self._result = result
         self._as_dict = bool(config.return_dict_in_generate)
         self.all_scores: Any = () if self._as_dict and config.output_scores else None
         self._logits: Any = () if self._as_dict and config.output_logits else None
@@ -155,7 +163,7 @@ class _Kept:
         if not self._as_dict:
             return ids
         kept = {"scores": self.all_scores, "logits": self._logits, CACHE: cache}
-        return GenerateDecoderOnlyOutput(sequences=ids, **kept)
+        return self._result(sequences=ids, **kept)
 
 
 def _suppress(processor: Any, length: int, scores: Tensor) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import weakref
 from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from accelpatch.fusion.cache_name import CACHE, behind_checks
 from accelpatch.modules.attention import WEIGHTS
@@ -65,6 +66,8 @@ def patched_classes(model: nn.Module, runtime: NativeRuntime | CapturedRuntime) 
     Restoring the attributes undoes it. Models inside refuse the same methods as the whole.
     """
     runtime.code = CodeWatch(model)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        runtime.code.runtime = weakref.ref(runtime)
     found: list[tuple[nn.Module, str, Any]] = [(model, RUNTIME, runtime)]
     for one in with_parts(model):
         new = _subclass(cast(Any, type(one)), is_model=one is model)
@@ -126,7 +129,9 @@ def _looked_at_once(cls: Any, name: str) -> Any:
         if code is None or torch.compiler.is_compiling():
             return getattr(cls, name)(self, *args, **kwargs)
         with code:
-            return getattr(cls, name)(self, *args, **kwargs)
+            runtime = None if name != "forward" or code.runtime is None else code.runtime()
+            outputs = None if runtime is None else runtime.encoder_outputs(self, arguments(cls.forward, args, kwargs))
+            return getattr(cls, name)(self, *args, **kwargs) if outputs is None else outputs
 
     return behind_checks(getattr(cls, name), call)
 
@@ -153,8 +158,11 @@ def _marking(cls: Any, name: str) -> Any:
     def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         brought = model_kwargs.get(CACHE)
         prepared = getattr(cls, name)(self, generation_config, model_kwargs, *args, **kwargs)
-        if type(cache := model_kwargs.get(CACHE)) is DynamicCache:
-            setattr(cache, OWN_CACHE, brought is None)  # one that an earlier call returned is marked already
+        cache: Any = model_kwargs.get(CACHE)
+        parts = [cache.self_attention_cache] if type(cache) is EncoderDecoderCache else [cache]
+        for part in parts:
+            if type(part) is DynamicCache:
+                setattr(part, OWN_CACHE, brought is None)  # one that an earlier call returned is marked already
         return prepared
 
     return prepare
@@ -199,12 +207,11 @@ def _stepping(cls: Any) -> Any:
         if runtime is None:
             return cls.forward(self, *args, **kwargs)
         with runtime.code:
-            names, outputs = positional(cls.forward), None
-            if len(args) <= len(names) and kwargs.keys().isdisjoint(names[: len(args)]):
-                outputs = runtime.outputs(self, dict(zip(names, args, strict=False)) | kwargs)
-            if outputs is None and runtime.loss == "chunked" and len(args) <= len(names):
+            given = arguments(cls.forward, args, kwargs)
+            outputs = None if given is None else runtime.outputs(self, given)
+            if outputs is None and runtime.loss == "chunked" and given is not None:
                 with all_threads():
-                    outputs = chunked_loss.outputs(self, dict(zip(names, args, strict=False)) | kwargs)
+                    outputs = chunked_loss.outputs(self, given)
             if outputs is None:
                 if runtime.code.others:
                     runtime.paths[f"modules of other code: {runtime.code.others}"] += 1
@@ -229,6 +236,14 @@ def _weighing(cls: Any, forward: Any) -> Any:
             return forward(self, *args, **kwargs)
 
     return weighed
+
+
+def arguments(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call by name; None where the call is wrong."""
+    names = positional(forward)
+    if len(args) > len(names) or not kwargs.keys().isdisjoint(names[: len(args)]):
+        return None
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def positional(forward: Any) -> list[str]:

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+AT_MOST = "_accelpatch_at_most"  # attribute of a tensor of one number: the largest that it may be
+ADDING, EXCEEDING = frozenset({"add", "__add__", "__radd__"}), frozenset({"gt", "__gt__"})  # names of functions
 WARM_UPS = 2  # runs before the capture, in which libraries choose their kernels
 _ONE_AT_A_TIME = threading.RLock()  # captures of all models: they share a stream, and drop each other's workspaces
 
@@ -27,7 +29,8 @@ class _Captured(TorchFunctionMode):
 
     `torch.tensor` of a number would copy from the host: the number is written on the device instead. Boolean masks are
     converted to float once for all layers, not in each layer's attention. `x[..., [-2], :]` becomes a slice, since the
-    index list would be copied from the host.
+    index list would be copied from the host. `length + 2 > size`, where the length is on the device, is False where the
+    largest one is too small for it.
     """
 
     def __init__(self) -> None:
@@ -54,6 +57,14 @@ class _Captured(TorchFunctionMode):
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is torch.tensor and isinstance(args[0], bool | int | float):
             return torch.full((), *args, **kwargs)
+        if getattr(args[0] if args else None, AT_MOST, None) is not None and type(args[-1]) is int:
+            most, name = getattr(args[0], AT_MOST), getattr(func, "__name__", "")
+            if name in EXCEEDING and most <= args[1]:
+                return False
+            made = func(*args, **kwargs)
+            if name in ADDING:
+                setattr(made, AT_MOST, most + args[1])
+            return made
         if func is Tensor.__getitem__ and isinstance(args[1], tuple):
             return func(args[0], tuple(map(_sliced, args[1])))
         mask = kwargs.get("attn_mask") if func is functional.scaled_dot_product_attention else None

@@ -13,6 +13,7 @@ from accelpatch.fusion.cached import Cached
 from accelpatch.fusion.spread import device_of
 from accelpatch.runtime.cache_contents import window_of
 from accelpatch.runtime.cache_form import why_not
+from accelpatch.runtime.graphs.capture import AT_MOST
 
 SMALLEST = 256  # least capacity in tokens
 LONG, STEP = 8192, 512  # capacities beyond LONG are multiples of STEP
@@ -50,7 +51,9 @@ class CapturedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> Tensor:
         """Number of cached tokens of the first row, as a tensor on the device."""
-        return self._slot[0] + 1 if self.ahead else self._slot[0]
+        length = self._slot[0] + 1 if self.ahead else self._slot[0]
+        setattr(length, AT_MOST, self.get_max_length() - 1 + self.ahead)
+        return length
 
     def get_max_length(self) -> int:
         """Capacity in tokens."""

@@ -22,17 +22,20 @@ from accelpatch.runtime.graphs.batch import Batch, Drafts, GraphOf
 from accelpatch.runtime.graphs.calls import CapturedCalls
 from accelpatch.runtime.graphs.capture import GRAPHS, Graph, new_pool
 from accelpatch.runtime.graphs.drafts import verifying
+from accelpatch.runtime.graphs.encoder_decoder import Encoded, EncoderDecoderStep, Learned, Source
+from accelpatch.runtime.graphs.encoder_decoder_learning import learned_with_encoder
 from accelpatch.runtime.graphs.fused_forward import prompts_of
 from accelpatch.runtime.graphs.kv_cache import NotCaptured, learned, shapes_of
 from accelpatch.runtime.graphs.prefill import Prompts
 from accelpatch.runtime.graphs.step import CAPTURE_ERRORS, CapturedStep, first_line
 
+ENCODER = "an encoder-decoder"
 MODULES = "modules in the captured step: "  # and the reason
 STEPS = 4  # graphs, each with its cache, that are kept per model
 STATES = 4  # adapter states, besides the present one, whose graphs are kept
 ROOMY = 4  # times the capacity that is needed: a fused step whose cache has no more serves as well
 
-Key = tuple[int, int, tuple[int, ...]]  # rows, capacity, watched
+Key = tuple[int, int, tuple[int, ...], Source | None]  # rows, capacity, watched, of an encoder-decoder
 
 
 class GraphMemory:
@@ -73,6 +76,8 @@ class CapturedModel:
         self._steps: OrderedDict[Key, CapturedStep] = OrderedDict()
         self._batches: dict[int, Batch] = {}
         self._shapes: tuple[Cached, ...] | None = None
+        self.decoder: Learned | None = None  # of an encoder-decoder
+        self._encoded: dict[tuple[int, Source], Encoded] = {}
         self._vocabulary = 0
         self._prompts: Prompts | None = None
         self._calls: CapturedCalls | None = None
@@ -82,11 +87,15 @@ class CapturedModel:
         """Whether it is known what the layers cache, or that nothing can be captured."""
         return self.why_not is not None or self._shapes is not None
 
-    def learn(self, model: nn.Module) -> None:
-        """Find out what the layers cache, by running one token."""
+    def learn(self, model: nn.Module, given: Mapping[str, Any] | None = None) -> None:
+        """Find out what the layers cache, by running one token. given: a call's arguments, of an encoder-decoder."""
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self._vocabulary, self._shapes = learned(model)
+                if given is None:
+                    self._vocabulary, self._shapes = learned(model)
+                else:
+                    self.decoder = found = learned_with_encoder(model, given)
+                    self._vocabulary, self._shapes, self.why_not_fused = found.vocabulary, found.own, ENCODER
         except torch.OutOfMemoryError:
             raise
         except NotCaptured as error:
@@ -127,31 +136,40 @@ class CapturedModel:
         """The function that captures programs for this model."""
         return self._memory.graph(device)
 
-    def step(self, model: nn.Module, rows: int, capacity: int, watched: tuple[int, ...] = ()) -> CapturedStep:
+    def step(
+        self, model: nn.Module, rows: int, capacity: int, watched: tuple[int, ...] = (), source: Source | None = None
+    ) -> CapturedStep:
         """A step for this size or a larger one, captured if needed. Raises NotCaptured; then no other size is tried.
 
-        watched: places of layers with hooks.
+        watched: places of layers with hooks. source: of an encoder-decoder.
         """
-        alike = self._alike(rows, watched)
+        alike = self._alike(rows, watched, source)
         # one with a larger cache serves too where it runs as one of this capacity would
         fits = (one for one in alike if capacity <= one[1] <= capacity * (ROOMY if self._by_length(one) else 1))
         key = next(fits, None)
         if key is None:
-            key = (rows, capacity, watched)
+            key = (rows, capacity, watched, source)
             self._steps[key] = self._made(model, *key)
             for other in alike:
                 if other[1] < capacity and self._by_length(other):
                     del self._steps[other]  # the new one serves in its place
             while len(self._steps) > STEPS:
                 self._steps.popitem(last=False)
-            used = {batch for batch, *_ in self._steps}
-            self._batches = {n: batch for n, batch in self._batches.items() if n in used}
+            self._drop_unused()
         self._steps.move_to_end(key)
         return self._steps[key]
 
-    def _alike(self, rows: int, watched: tuple[int, ...]) -> list[Key]:
+    def _drop_unused(self) -> None:
+        """Free what only steps used that are gone."""
+        used = {batch for batch, *_ in self._steps}
+        self._batches = {n: batch for n, batch in self._batches.items() if n in used}
+        read = {(rows, source) for rows, *_, source in self._steps}
+        self._encoded = {key: one for key, one in self._encoded.items() if key in read}
+
+    def _alike(self, rows: int, watched: tuple[int, ...], source: Source | None) -> list[Key]:
         """Keys of the steps of so many rows, the smallest cache first."""
-        return sorted((key for key in self._steps if (key[0], key[2]) == (rows, watched)), key=lambda key: key[1])
+        found = (key for key in self._steps if (key[0], *key[2:]) == (rows, watched, source))
+        return sorted(found, key=lambda key: key[1])
 
     def _by_length(self, key: Key) -> bool:
         """Whether the time and result of a step depend on the length alone: modules attend over all of a cache."""
@@ -162,6 +180,7 @@ class CapturedModel:
         """Free the graphs and their caches; the batch of `rows` stays, as a step may be using it."""
         self._prompts = self._calls = None
         self._steps.clear()
+        self._encoded.clear()
         self._batches = {n: batch for n, batch in self._batches.items() if n == rows}
 
     def prompts(self, fused: FusedModel) -> Prompts:
@@ -194,7 +213,9 @@ class CapturedModel:
             return FUSED if self.fused is None else FUSED + self.fused.exceptions_with(watched)
         return MODULES + (self.why_not_fused or f"{step.batch.rows} rows")
 
-    def _made(self, model: nn.Module, rows: int, capacity: int, watched: tuple[int, ...]) -> CapturedStep:
+    def _made(
+        self, model: nn.Module, rows: int, capacity: int, watched: tuple[int, ...], source: Source | None
+    ) -> CapturedStep:
         assert self._shapes is not None
         fused = self.fused
         device = device_of(model) if fused is None or fused.spread is None else fused.spread.last
@@ -217,15 +238,27 @@ class CapturedModel:
                     self.fused, self.why_not_fused = None, f"{type(error).__name__}: {first_line(error)}"
             if watched or several_devices(model):  # whose hooks a graph of the modules would not call
                 raise NotCaptured(self.why_not_fused or f"{rows} rows")
-            if (reason := own_code.why_not_in(model.modules())) is not None:
-                raise NotCaptured(reason)
-            try:
-                return CapturedStep(model, batch, self._shapes, capacity, self.graph(device))
-            except torch.OutOfMemoryError:
-                raise
-            except CAPTURE_ERRORS as error:
-                self.why_not = f"its step cannot be captured ({type(error).__name__}: {first_line(error)})"
-                raise NotCaptured(self.why_not) from error
+            return self._by_modules(model, batch, capacity, source)
+
+    def _by_modules(self, model: nn.Module, batch: Batch, capacity: int, source: Source | None) -> CapturedStep:
+        """A step that runs the model's own forward."""
+        if (reason := own_code.why_not_in(model.modules())) is not None:
+            raise NotCaptured(reason)
+        assert self._shapes is not None
+        given = (model, batch, self._shapes, capacity, self.graph(batch.device))
+        try:
+            if source is None or self.decoder is None:
+                return CapturedStep(*given)
+            key = batch.rows, source
+            if key not in self._encoded:
+                self._encoded[key] = Encoded(batch.rows, source, self.decoder, batch.device)
+            return EncoderDecoderStep(*given, self._encoded[key])
+        except torch.OutOfMemoryError:
+            raise
+        except (*CAPTURE_ERRORS, NotCaptured) as error:
+            said = str(error) if isinstance(error, NotCaptured) else f"{type(error).__name__}: {first_line(error)}"
+            self.why_not = f"its step cannot be captured ({said})"
+            raise NotCaptured(self.why_not) from error
 
 
 class AdapterStates:

@@ -15,6 +15,8 @@ from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.spread import device_of, several_devices
 from accelpatch.runtime.graphs.calls import CapturedCalls, captured_outputs, generates
 from accelpatch.runtime.graphs.capture import GRAPHS
+from accelpatch.runtime.graphs.encoder_decoder import EncoderDecoderStep, Source
+from accelpatch.runtime.graphs.encoder_decoder_call import IDS, one_token
 from accelpatch.runtime.graphs.fused_forward import fused_outputs
 from accelpatch.runtime.graphs.kv_cache import capacity_for, grown
 from accelpatch.runtime.graphs.model_graphs import AdapterStates, CapturedModel
@@ -59,7 +61,24 @@ class CapturedRuntime(ModelRuntime):
         """Outputs of a model call by fused layers or a graph; None where the modules must run."""
         if self._learning:
             return None
+        if IDS in given:  # of the decoder of an encoder-decoder
+            return one_token(self, model, given)
         return (fused_outputs if generates(model) else captured_outputs)(self, model, given)
+
+    def encoder_outputs(self, part: Any, given: Mapping[str, Any] | None) -> Any:
+        """As of ModelRuntime."""
+        model = self.code.model
+        if given is None or self._learning or self._busy or model is None or model.get_encoder() is not part:
+            return None
+        return captured_outputs(self, part, given)
+
+    def ready(self, model: nn.Module, given: Mapping[str, Any]) -> bool:
+        """Whether a single call of an encoder-decoder can be a captured step, as far as the model is concerned."""
+        if self.code.cache or not self._looked(model) or self.watch.watched() or self.watch.other_code:
+            return False
+        if not self.captured.learned:
+            self._learn(model, given)
+        return self.captured.why_not is None
 
     def fused(self, model: nn.Module) -> tuple[FusedModel | None, list[int]]:
         """The model's fused layers, if it has any, and the indices of layers with hooks, which must run as modules."""
@@ -70,8 +89,9 @@ class CapturedRuntime(ModelRuntime):
         return self.captured.fused, sorted({*self.watch.watched(), *self.watch.uncaptured})
 
     def calls(self, model: nn.Module) -> CapturedCalls | None:
-        """The captured calls of the model as it is; None where its modules must run."""
-        if not self._looked(model) or self.watch.watched() or several_devices(model):
+        """The captured calls of the model as it is, or of its encoder; None where its modules must run."""
+        whole = self.code.model or model
+        if not self._looked(whole) or self.watch.watched() or several_devices(whole):
             return None
         return self.captured.calls(model)
 
@@ -112,8 +132,11 @@ class CapturedRuntime(ModelRuntime):
                     for one, done in self._done:
                         done.record(torch.cuda.current_stream(one))
 
-    def why_not(self, model: nn.Module) -> str | None:
-        """Why no captured step can run, or None; inspects the model but captures nothing yet."""
+    def why_not(self, model: nn.Module, given: Mapping[str, Any] | None = None) -> str | None:
+        """Why no captured step can run, or None; inspects the model but captures nothing yet.
+
+        given: the arguments of a call of an encoder-decoder.
+        """
         if reason := self.code.cache or self._unable(model):
             return reason
         self._look(model)
@@ -125,7 +148,7 @@ class CapturedRuntime(ModelRuntime):
         if captured.why_not is None and objection is not None:
             return objection
         if not captured.learned:
-            self._learn(model)
+            self._learn(model, given)
             if not captured.read:
                 self._fuse(model)
         return captured.why_not
@@ -139,22 +162,27 @@ class CapturedRuntime(ModelRuntime):
             )
         return capacity_for(length + 1, self.max_length)
 
-    def step(self, model: nn.Module, rows: int, capacity: int, watched: tuple[int, ...] = ()) -> CapturedStep:
+    def step(
+        self, model: nn.Module, rows: int, capacity: int, watched: tuple[int, ...] = (), source: Source | None = None
+    ) -> CapturedStep:
         """The step for this size, captured if needed; see CapturedModel.step. What no graph may hold is watched too."""
         watched = watched or (() if self._watch is None else tuple(self._watch.uncaptured))
         step = None
         with suppress(torch.OutOfMemoryError):
-            step = self.captured.step(model, rows, capacity, watched)
+            step = self.captured.step(model, rows, capacity, watched, source)
         if step is None:  # free the caches of other adapter states and sizes; the error holds none of them any more
             self._states.free_others()
             self.captured.free(rows)
-            step = self.captured.step(model, rows, capacity, watched)
+            step = self.captured.step(model, rows, capacity, watched, source)
         self._flags = [] if self._watch is None else self._watch.flags()
         return step
 
     def larger(self, model: nn.Module, step: CapturedStep) -> CapturedStep:
         """The step over a cache of the next larger capacity, with the contents of this one's."""
-        larger = self.step(model, step.batch.rows, grown(step.capacity, self.max_length))
+        capacity, source = grown(step.capacity, self.max_length), None
+        if isinstance(step, EncoderDecoderStep):
+            source = step.encoded.source
+        larger = self.step(model, step.batch.rows, capacity, source=source)
         larger.adopt(step)
         return larger
 
@@ -210,10 +238,10 @@ class CapturedRuntime(ModelRuntime):
             self._learn(model)
         return self.captured.learned and self.captured.why_not is None
 
-    def _learn(self, model: nn.Module) -> None:
+    def _learn(self, model: nn.Module, given: Mapping[str, Any] | None = None) -> None:
         self._learning = True
         try:
-            self.captured.learn(model)
+            self.captured.learn(model, given)
         finally:
             self._learning = False
         self._flags = [] if self._watch is None else self._watch.flags()

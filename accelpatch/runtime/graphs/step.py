@@ -59,11 +59,10 @@ class CapturedStep:
         self._contents: weakref.ref[Contents] | None = None  # of another's cache, that lie in this one
         self.over: tuple[Contents | None, CacheCall | None] = None, None  # while it is replayed
         self._model = weakref.ref(model)  # weak: the model holds its runtime, which holds this step
-        self._arguments = {"use_cache": True, "return_dict": True}
-        accepted = inspect.signature(model.forward).parameters
-        self._positioned = "position_ids" in accepted
-        if "logits_to_keep" in accepted:
-            self._arguments["logits_to_keep"] = 1  # type: ignore[assignment]
+        self._arguments: dict[str, Any] = {"use_cache": True, "return_dict": True}
+        self._accepted = frozenset(inspect.signature(model.forward).parameters)
+        if "logits_to_keep" in self._accepted:
+            self._arguments["logits_to_keep"] = 1
         kept = [tensor.clone() for tensor in (batch.slot, batch.positions, batch.logits)]
         batch.slot.zero_()
         batch.positions.zero_()
@@ -94,16 +93,24 @@ class CapturedStep:
 
     def _by_modules(self) -> Tensor:
         """Logits [B, V] by the model's own forward."""
-        model = self._model()
-        assert model is not None
-        places = {"position_ids": self.batch.positions} if self._positioned else {}
-        given = {"attention_mask": self.mask, CACHE: self.cache, **places, **self._arguments}
         try:
-            outputs = model(input_ids=self.batch.tokens[:, None], **given)
+            return self.by_modules(self._given())[:, -1]
         finally:
             for layer in self.cache.layers:
                 layer.ahead = False
-        return outputs.logits[:, -1]
+
+    def by_modules(self, given: dict[str, Any]) -> Tensor:
+        """Logits [B, T, V] by the model's own forward."""
+        model = self._model()
+        assert model is not None
+        logits: Tensor = model(**given, **self._arguments).logits
+        return logits
+
+    def _given(self) -> dict[str, Any]:
+        """The arguments of the model's own forward."""
+        places = {"position_ids": self.batch.positions} if "position_ids" in self._accepted else {}
+        given = {"input_ids": self.batch.tokens[:, None], "attention_mask": self.mask, CACHE: self.cache}
+        return {**given, **places}
 
     def replay(self, contents: Contents | None = None, call: CacheCall | None = None) -> None:
         """Run the captured program once. contents: of the cache of `call`, which uncaptured layers' modules use."""
@@ -129,7 +136,7 @@ class CapturedStep:
     def attach(self, cache: Any) -> Contents:
         """Move one of transformers' caches into this step's, and leave it there until the step is used for another."""
         self.vacate()
-        contents = attach(cache, self.cache)
+        contents: Contents = attach(cache, self.cache)
         self._contents = weakref.ref(contents)
         return contents
 

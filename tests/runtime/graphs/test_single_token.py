@@ -226,7 +226,7 @@ def test_beyond_the_recipes_length_nothing_is_captured_anew() -> None:
         batch = more(batch, 1)
         mine, its = (one(**batch, past_key_values=held).logits for one, held in ((model, cache), (plain, due)))
         assert_close(mine, its)
-    assert [capacity for _, capacity, _ in vars(model)[RUNTIME].captured._steps] == [64]
+    assert [capacity for _, capacity, *_ in vars(model)[RUNTIME].captured._steps] == [64]
 
 
 def test_a_hook_that_comes_and_goes() -> None:

@@ -231,7 +231,7 @@ def test_a_cache_grows_by_doubling_and_the_largest_stays(monkeypatch: pytest.Mon
     mine, its = both(model, padded_batch(), max_new_tokens=60, do_sample=False)
     assert torch.equal(mine, its)
     assert made == [16, 32, 64, 128]
-    assert [capacity for _, capacity, _ in vars(model)[RUNTIME].captured._steps] == made[-1:]
+    assert [capacity for _, capacity, *_ in vars(model)[RUNTIME].captured._steps] == made[-1:]
     assert paths(model) == {CAPTURED: 59}
 
 
@@ -242,7 +242,7 @@ def test_a_larger_cache_serves(bad: Any, needed: int, kept: list[int], monkeypat
     for smallest in (128, needed):
         monkeypatch.setattr(kv_cache, "SMALLEST", smallest)
         assert torch.equal(*both(model, padded_batch(), max_new_tokens=4, do_sample=False))
-    assert sorted(capacity for _, capacity, _ in vars(model)[RUNTIME].captured._steps) == kept
+    assert sorted(capacity for _, capacity, *_ in vars(model)[RUNTIME].captured._steps) == kept
 
 
 def test_few_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,7 @@ def test_a_recipes_max_length_bounds_the_cache() -> None:
     assert Counted.replays == []
     mine, its = both(model, full_batch(), max_new_tokens=11, do_sample=False)
     assert torch.equal(mine, its)
-    assert [capacity for _, capacity, _ in vars(model)[RUNTIME].captured._steps] == [64]
+    assert [capacity for _, capacity, *_ in vars(model)[RUNTIME].captured._steps] == [64]
 
 
 def test_a_streamer_gets_every_token() -> None:

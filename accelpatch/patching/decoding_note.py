@@ -1,0 +1,23 @@
+"""What a plan says of generate() where no replacement stands for it: of encoder-decoders."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from accelpatch.device import Device
+from accelpatch.recipe.recipe import Recipe
+
+CAPTURED = "generate(): an encoder-decoder, whose encoder, first tokens and steps are captured graphs of these modules"
+BY_MODULES = "generate(): an encoder-decoder, which runs these modules one by one"
+
+
+def decoding_note(model: nn.Module, recipe: Recipe, device: Device) -> list[str]:
+    """The line of a model that generates from what an encoder gave; none of another."""
+    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if not encodes or not getattr(model, "can_generate", bool)():
+        return []
+    if device.kind == "cpu":
+        return [f"{BY_MODULES}: a CPU has no native step for it"]
+    if recipe.runtime.graph != "auto" or recipe.runtime.cache != "auto":
+        return [f"{BY_MODULES}: the recipe's runtime says so"]
+    return [CAPTURED]
