@@ -28,7 +28,7 @@ DESCRIPTORS = find_spec("triton.tools.tensor_descriptor") is not None  # since T
 
 Tiles = tuple[tuple[int, Block], ...]
 #: (rows of A from which on it is used, tile), the largest first; measured on Hopper
-TILES = ((1024, Block(128, 256, 128, 8, 4)), (0, Block(128, 128, 128, 8, 4)))
+TILES = ((1024, Block(128, 256, 128, 8, 4)), (0, Block(64, 128, 128, 4, 4)))
 GATED = ((0, Block(128, 128, 128, 8, 4)),)
 #: of 8-bit floats, whose sums take twice the registers where they are added up UNIT_SUMS at a time
 FP8_TILES = ((0, Block(128, 128, 128, 8, 4)),)
@@ -36,11 +36,13 @@ FP8_GATED = ((0, Block(128, 64, 128, 8, 4)),)
 UNIT_SUMS = 128  # that Hopper's matrix unit adds up itself, with 14 bits; see gemm_w8a8_kernels.py
 AMD_TILES = ((0, Block(128, 128, 64, 8, 2)),)
 #: rows of A up to which it is used -> tile of a stream of B
-STREAMS: Mapping[int, Block] = MappingProxyType(
-    {16: Block(16, 64, 256, 4, 3), 32: Block(32, 64, 256, 4, 3), 64: Block(64, 64, 256, 4, 3)}
-)
-AMD_STREAMS: Mapping[int, Block] = MappingProxyType({**STREAMS, 64: Block(64, 64, 128, 4, 2)})  # more would spill
-FEW_ROWS = max(STREAMS)
+STREAMS: Mapping[int, Block] = MappingProxyType({
+    16: Block(16, 64, 256, 4, 3), 32: Block(32, 64, 256, 4, 3), 64: Block(64, 64, 128, 4, 5),
+    128: Block(128, 64, 128, 4, 4),
+})  # fmt: skip
+AMD_STREAMS: Mapping[int, Block] = MappingProxyType({  # more would spill
+    16: Block(16, 64, 256, 4, 3), 32: Block(32, 64, 256, 4, 3), 64: Block(64, 64, 128, 4, 2),
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def gemm_w8a8(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     e = a.new_empty((*a.shape[:-1], b.shape[-2]), dtype=dtype)
     if e.numel():
         with on(a):
-            streamed = a.dim() == 2 and a.shape[0] <= FEW_ROWS
+            streamed = a.dim() == 2 and a.shape[0] <= max(_streams())
             (_by_stream if streamed else _by_tiles)(a, b, e, _epilogue(e, *rest[:-1]))
     return e
 
@@ -141,6 +143,10 @@ def _tile(a: Tensor, m: int, integers: Tiles, floats: Tiles) -> Block:
     return next(one for least, one in tiles if m >= least)
 
 
+def _streams() -> Mapping[int, Block]:
+    return AMD_STREAMS if torch.version.hip else STREAMS
+
+
 def _by_tiles(a: Tensor, b: Tensor, e: Tensor, epilogue: Epilogue) -> None:
     (m, k), n, batch = a.shape[-2:], b.shape[-2], a.shape[0] if a.dim() == 3 else 1
     tile = _tile(a, m, TILES, FP8_TILES)
@@ -154,7 +160,7 @@ def _by_tiles(a: Tensor, b: Tensor, e: Tensor, epilogue: Epilogue) -> None:
 
 def _by_stream(a: Tensor, b: Tensor, e: Tensor, epilogue: Epilogue) -> None:
     (m, k), n = a.shape, b.shape[0]
-    tile = next(one for most, one in (AMD_STREAMS if torch.version.hip else STREAMS).items() if m <= most)
+    tile = next(one for most, one in _streams().items() if m <= most)
     blocks = cdiv(n, tile.rows)
     runs = max(1, min(2 * processors(a.device) // blocks, k // LEAST_RUN, 8))
     run = cdiv(k, runs * tile.columns) * tile.columns
