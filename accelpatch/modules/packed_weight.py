@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,21 @@ from torch import Tensor, nn
 from accelpatch.errors import PatchError
 from accelpatch.modules.replacement import ON_DEMAND, PATH, Replacement
 from accelpatch.modules.weight_view import WAY, UnpackedWeight, WeightView
+
+_READ = threading.local()  # kept: the weights that were read within `unpacked_once`
+
+
+@contextmanager
+def unpacked_once() -> Iterator[None]:
+    """Context manager around a capture: in this thread a weight that is read is unpacked once, not at each replay.
+
+    Some modules read a weight only for its dtype (T5's MLP).
+    """
+    before, _READ.kept = getattr(_READ, "kept", None), []
+    try:
+        yield
+    finally:
+        _READ.kept = before
 
 
 class PackedWeight(Replacement):
@@ -71,6 +88,8 @@ class PackedWeight(Replacement):
             with torch.inference_mode(False), torch.no_grad():
                 weight = UnpackedWeight(self.dequantized(), self._write, self.original)
             self._unpacked = weakref.ref(weight)
+        if (kept := getattr(_READ, "kept", None)) is not None:
+            kept.append(weight)
         return weight.view(weight.floats.t() if transposed else weight.floats)
 
     def _write(self, weight: Tensor) -> None:

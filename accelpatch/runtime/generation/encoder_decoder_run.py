@@ -78,11 +78,20 @@ class EncoderDecoderRun(CapturedRun):
             step.encoded.vacate()
             step.encoded.show(kwargs)
         self.kwargs = self._model._update_model_kwargs_for_generation(outputs, kwargs, is_encoder_decoder=True)
-        positions = self.kwargs.get(POSITIONS)
-        self._continue(cache.self_attention_cache, length, kwargs.get(self.mask), positions, config)
+        own, positions = cache.self_attention_cache, self._positions(ids, length, kwargs.get(self.mask))
+        self._continue(own, length, kwargs.get(self.mask), positions, config)
         self._cross = step.encoded.attach(cache.cross_attention_cache, kwargs)
         self._cross.length = hidden_of(kwargs).shape[1]
         return logits.to(ids.device)
+
+    def _positions(self, ids: Tensor, length: int, mask: Tensor | None) -> Tensor:
+        """The position [B, 1] or [1, 1] of the next token, as the model itself would have it."""
+        positions: Tensor | None = self.kwargs.get(POSITIONS)
+        if positions is None and mask is not None:
+            more = torch.cat([ids, ids[:, -1:]], dim=1)
+            given = self._model.prepare_inputs_for_generation(more, next_sequence_length=1, **self.kwargs)
+            positions = given.get(POSITIONS)
+        return torch.tensor([[length]]) if positions is None else positions
 
     def _by_graph(self, step: EncoderDecoderStep, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> bool:
         """Run the first tokens by a graph, where there is one: into the caches of the step."""

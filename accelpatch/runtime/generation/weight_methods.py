@@ -16,6 +16,7 @@ from accelpatch.modules.packed_weight import PackedWeight, packed_in
 from accelpatch.modules.quantized_module import take_over
 from accelpatch.runtime.generation.adapter_targets import check_next
 
+MODULE = "torch.nn.modules.module"
 PATCHED = "_accelpatch_patched"  # an attribute of patched instances only
 SAVE = "_accelpatch_save"  # the attribute of a patched model that holds the function that writes it into a folder
 
@@ -93,6 +94,8 @@ def naming_ties(cls: Any) -> Any:
         """As in nn.Module; with remove_duplicate=False also the tokens of packed weights, by which PEFT and accelerate
         find ties. torch itself puts other tensors in the place of all that it is given (torch.export), so it gets none.
         """
+        if sys._getframe(1).f_globals.get("__name__") == MODULE:  # parameters(), once or more often for each token
+            return cls.named_parameters(self, prefix, recurse, remove_duplicate)
         if not recurse:  # so PEFT looks for what an adapter is for
             check_next(self)
         adapt_packed(self)  # PEFT asks for all names once its adapters are in

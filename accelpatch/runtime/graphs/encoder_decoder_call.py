@@ -101,7 +101,7 @@ def _stepped(runtime: Any, model: Any, given: Mapping[str, Any]) -> Tensor | Non
         step.encoded.show(given)
     positions, mask = given.get(POSITIONS), given.get(OWN_MASK)
     if positions is None:
-        positions = torch.tensor(past) if mask is None else mask[:, :-1].ne(0).sum(1, keepdim=True)
+        positions = torch.tensor(past)
     step.batch.tokens.copy_(ids[:, 0])
     step.batch.begin(past, positions)
     step.show(past, None if mask is None else mask[:, :-1])

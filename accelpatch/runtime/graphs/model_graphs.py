@@ -18,6 +18,7 @@ from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_model import FUSED, FusedModel
 from accelpatch.fusion.read_layers import fused_model
 from accelpatch.fusion.spread import computes_on, device_of, several_devices
+from accelpatch.modules.packed_weight import unpacked_once
 from accelpatch.runtime.graphs.batch import Batch, Drafts, GraphOf
 from accelpatch.runtime.graphs.calls import CapturedCalls
 from accelpatch.runtime.graphs.capture import GRAPHS, Graph, new_pool
@@ -54,7 +55,7 @@ class GraphMemory:
 
         def capture(program: Callable[[], None]) -> Graph:
             devices = [] if device.type == "cpu" else [device]
-            with torch.random.fork_rng(devices=devices, device_type="cuda"), torch.no_grad():
+            with torch.random.fork_rng(devices=devices, device_type="cuda"), torch.no_grad(), unpacked_once():
                 return GRAPHS[device.type](program, device, self.pool)
 
         return capture
