@@ -26,7 +26,7 @@ from scripts.benchmarks.harness import TINY, Case, Option, Table, cases, common,
 CASES = [Case(1, 512, 1), Case(1, 2048, 1), Case(4, 2048, 1)]
 OPTIONS = (
     *common(model="llama2-7b", device=None, dtype="bfloat16", repeats=5), cases(CASES), TINY,
-    Option("engines", ["bf16", "bitsandbytes", "train", "int8"], "bf16, bitsandbytes, or recipes."),
+    Option("engines", ["bf16", "bitsandbytes", "train", "int8"], "What to time: bf16, bitsandbytes, or recipes."),
 )  # fmt: skip
 GB = 1e9
 

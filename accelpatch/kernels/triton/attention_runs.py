@@ -12,7 +12,7 @@ def runs_of(slot_at, position, tokens, window, RUN: tl.constexpr):  # type: igno
 
     Then the begin and end of this program's splits, and the number of programs that have any.
     """
-    slot = tl.load(slot_at).to(tl.int32)
+    slot = tl.load(slot_at + tl.program_id(2)).to(tl.int32)
     own = slot - tl.load(position).to(tl.int32)
     own = tl.where((own < 0) | (own > slot), 0, own)  # positions that count something else
     low = tl.where(window > 0, tl.maximum(slot + 1 - window, 0), 0)

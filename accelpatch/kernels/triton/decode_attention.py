@@ -216,9 +216,7 @@ def _attend(  # type: ignore[no-untyped-def]
     kv, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
     if DEPENDENT:
         release()
-    slot, own, low, first, last, run, end, programs = runs_of(
-        slot_at + row, positions + row * tokens, tokens, window, RUN
-    )
+    slot, own, low, first, last, run, end, programs = runs_of(slot_at, positions + row * tokens, tokens, window, RUN)
     if tl.program_id(0) < programs:
         mask, head = mask + row * capacity, row * (heads // GROUP) + kv
         keys, values = keys + head * capacity * SIZE, values + head * capacity * SIZE

@@ -51,11 +51,9 @@ LONG = {
     "rows-of-two-bunches": Step(size=64, slot=16500, capacity=16600, rows=3, heads=1, kv_heads=1, padding=100),
     "a-row-that-ends-early": Step(size=64, slot=2900, capacity=3000, heads=2, kv_heads=1, tokens=7, padding=2000),
     "claimed-spans": Step(size=128, slot=9100, capacity=9216, rows=2, heads=1, kv_heads=1, padding=4000),
-    "claimed-spans-of-shared-heads": Step(
-        size=128, slot=9100, capacity=9216, rows=3, heads=4, padding=6000, kv_heads=1
-    ),
+    "claimed-shared-heads": Step(size=128, slot=9100, capacity=9216, rows=3, heads=4, padding=6000, kv_heads=1),
     "rows-of-many-lengths": Step(size=64, slot=1300, capacity=1400, rows=5, heads=2, kv_heads=2, apart=320),
-    "claimed-spans-of-many-lengths": Step(size=128, slot=9100, capacity=9216, rows=3, heads=1, kv_heads=1, apart=3300),
+    "claimed-many-lengths": Step(size=128, slot=9100, capacity=9216, rows=3, heads=1, kv_heads=1, apart=3300),
     "rows-of-shared-heads": Step(size=64, slot=530, capacity=768, heads=6, kv_heads=2, rows=8),
 }
 WINDOWS = {  # whose first span is not the first of a node
