@@ -59,7 +59,7 @@ LONG = {
 WINDOWS = {  # whose first span is not the first of a node
     "of-three-spans": Step(size=64, slot=1500, capacity=1536, rows=1, heads=2, kv_heads=2, window=700),
     "of-four-nodes": Step(size=128, slot=8000, capacity=8192, rows=1, heads=1, kv_heads=1, window=7300),
-    "of-heads-that-two-blocks-have": Step(
+    "of-heads-of-two-blocks": Step(
         size=64, slot=4100, capacity=4200, rows=5, heads=2, kv_heads=2, window=2900, padding=700
     ),
     "of-rows": Step(size=72, slot=2600, capacity=2688, rows=2, heads=4, kv_heads=2, window=1600, padding=300, tokens=3),
