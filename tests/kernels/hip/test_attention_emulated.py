@@ -290,7 +290,7 @@ def test_random_steps(vendor: str, library: ctypes.CDLL) -> None:
         kv_heads, tokens, slot = draw.choice([1, 2]), draw.randint(1, 8), draw.randint(0, draw.choice([40, 300, 900]))
         case = Step(
             heads=kv_heads * draw.choice([1, 2, 4, 7]), kv_heads=kv_heads, size=draw.choice([64, 80, 96, 128]),
-            slot=slot, capacity=slot + tokens + draw.randint(0, 300), rows=draw.choice([1, 2]), tokens=tokens, apart=draw.choice([0, 70]),
+            slot=slot, capacity=slot + tokens + 9 * trial, rows=1 + trial % 2, tokens=tokens, apart=70 * (trial % 3),
             padding=draw.randint(0, slot), window=draw.choice([0, 0, 5, 100, 400]), norms=draw.random() < 0.3,
         )  # fmt: skip
         try:
