@@ -15,20 +15,21 @@ from accelpatch.errors import PatchError
 from accelpatch.modules.replacement import ON_DEMAND, PATH, Replacement
 from accelpatch.modules.weight_view import WAY, UnpackedWeight, WeightView
 
-_READ = threading.local()  # kept: the weights that were read within `unpacked_once`
+_CAPTURE = threading.local()  # kept: the weights that were read within `unpacked_once`
 
 
 @contextmanager
 def unpacked_once() -> Iterator[None]:
-    """Context manager around a capture: in this thread a weight that is read is unpacked once, not at each replay.
+    """Context manager around a capture, with the runs before it: in this thread a weight that is asked only for its
+    dtype, shape and the like (by T5's MLP) is unpacked once, and not in the graph.
 
-    Some modules read a weight only for its dtype (T5's MLP).
+    One that is computed with is unpacked in the graph, at each replay: its floats must be there then.
     """
-    before, _READ.kept = getattr(_READ, "kept", None), []
+    before, _CAPTURE.kept = getattr(_CAPTURE, "kept", None), []
     try:
         yield
     finally:
-        _READ.kept = before
+        _CAPTURE.kept = before
 
 
 class PackedWeight(Replacement):
@@ -84,11 +85,14 @@ class PackedWeight(Replacement):
     def unpacked_view(self, transposed: bool = False) -> WeightView:
         """The float weight; while one view is alive, all callers share its memory, so they see each other's writes."""
         weight = None if self._unpacked is None else self._unpacked()
-        if weight is None:
+        kept = getattr(_CAPTURE, "kept", None)
+        if weight is None or (kept is not None and weight.computed):
             with torch.inference_mode(False), torch.no_grad():
-                weight = UnpackedWeight(self.dequantized(), self._write, self.original)
-            self._unpacked = weakref.ref(weight)
-        if (kept := getattr(_READ, "kept", None)) is not None:
+                made = UnpackedWeight(self.dequantized(), self._write, self.original)
+            if weight is not None:  # the graph's own floats; other readers go on sharing theirs
+                return made.view(made.floats.t() if transposed else made.floats)
+            weight, self._unpacked = made, weakref.ref(made)
+        if kept is not None:
             kept.append(weight)
         return weight.view(weight.floats.t() if transposed else weight.floats)
 

@@ -19,6 +19,12 @@ _SET_DATA = _OF.data.__set__
 _TO_NUMPY = (_OF.numpy, _OF.__array__)
 _UNSEEN = (_OF.set_, _OF.resize_, _OF.__dlpack__)  # operations whose writes would be lost
 _TRAINING = (_OF.requires_grad.__set__, _OF.requires_grad_, _OF.grad.__set__)
+#: what asks for no number of a tensor
+_FACTS = frozenset({
+    _OF.dtype.__get__, _OF.shape.__get__, _OF.device.__get__, _OF.ndim.__get__, _OF.layout.__get__,
+    _OF.requires_grad.__get__, _OF.is_cuda.__get__, _OF.size, _OF.dim, _OF.numel, _OF.is_floating_point,
+    _OF.element_size,
+})  # fmt: skip
 _plain = torch._C.DisableTorchFunctionSubclass
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # functorch wrappers have no storage
 WAY = "call accelpatch.unpatch(model), change the weight, and patch again"
@@ -27,12 +33,14 @@ WAY = "call accelpatch.unpatch(model), change the weight, and patch again"
 class UnpackedWeight:
     """The floats [N, K] of one packed weight, kept while any view of them is alive.
 
-    write: called with the floats after a write, to pack them. original: called with a message for an unsupported
+    computed: whether more than its dtype, shape and the like was asked for. write: called with the floats after a
+    write, to pack them. original: called with a message for an unsupported
     operation; returns the original module to run it on, or raises PatchError.
     """
 
     def __init__(self, floats: Tensor, write: Callable[[Tensor], None], original: Callable[[str], nn.Module]):
         self.floats, self.write, self.original = floats, write, original
+        self.computed = False
 
     def view(self, part: Tensor) -> WeightView:
         """`part` of the floats as a WeightView, whose writes are packed."""
@@ -78,6 +86,9 @@ class WeightView(Tensor):
             if message := _refusal(func, args):
                 return func(first.unpacked.original(message).weight, *args[1:], **options)
         views = [one for one in tree_leaves((args, options)) if isinstance(one, WeightView)]
+        if func not in _FACTS:
+            for view in views:
+                view.unpacked.computed = True
         with _plain():
             before = [view._version for view in views]
             result = func(*args, **options)

@@ -23,7 +23,7 @@ from accelpatch.fusion.cached import Cached
 from accelpatch.runtime.cache_contents import Contents, attach
 from accelpatch.runtime.cache_form import METHODS, why_not
 from accelpatch.runtime.graphs.batch import Batch, GraphOf
-from accelpatch.runtime.graphs.kv_cache import NotCaptured
+from accelpatch.runtime.graphs.kv_cache import Lent, NotCaptured
 from accelpatch.runtime.graphs.step import CapturedStep
 
 OUTPUTS = "encoder_outputs"
@@ -135,7 +135,7 @@ def texts_of(given: Mapping[str, Any]) -> Tensor:
     return torch.nn.functional.pad((~same).long().cumsum(0), (1, 0))
 
 
-class Encoded:
+class Encoded(Lent):
     """What the encoder gave to `rows` sequences, at fixed addresses: hidden[B, S, K], its mask, the cross-attention's
     keys and values. Steps of several capacities share it."""
 
@@ -146,7 +146,6 @@ class Encoded:
         shape = None if source.mask is None else (rows, *source.mask)
         self.mask = None if shape is None else torch.ones(shape, dtype=torch.int64, device=device)
         self.cache = Cache(layers=[CrossLayer(one, rows, source.length) for one in learned.cross])
-        self._contents: weakref.ref[CrossContents] | None = None  # of another's cache, that lie in this one
 
     def take(self, cache: Any, given: Mapping[str, Any]) -> CrossContents:
         """Move the keys and values of one of transformers' caches here, and copy what they were made from."""
@@ -171,17 +170,6 @@ class Encoded:
             self.mask[:, :length] = 1 if mask is None else mask.ne(0)
         elif self.mask is not None and mask is not None:
             self.mask.copy_(mask)
-
-    def holds(self, contents: Contents | None) -> bool:
-        """Whether these contents lie here."""
-        return contents is not None and self._contents is not None and self._contents() is contents
-
-    def vacate(self) -> None:
-        """Give the cache whose contents lie here tensors of its own."""
-        contents = None if self._contents is None else self._contents()
-        if contents is not None:
-            contents.detach()
-        self._contents = None
 
 
 class EncoderDecoderStep(CapturedStep):

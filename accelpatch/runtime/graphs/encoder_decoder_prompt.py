@@ -20,6 +20,8 @@ from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.runtime.graphs.batch import GraphOf
 from accelpatch.runtime.graphs.capture import Graph
 from accelpatch.runtime.graphs.encoder_decoder import MASK, OUTPUTS, EncoderDecoderStep
+from accelpatch.runtime.graphs.kv_cache import NotCaptured
+from accelpatch.runtime.graphs.step import CAPTURE_ERRORS
 
 CAPTURED_PROMPT = "captured prompt"
 KEPT = 4  # graphs that are kept, by their number of tokens
@@ -109,7 +111,7 @@ class CapturedPrompts:
                 found = CapturedPrompt(step, length, graph)
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # noqa: BLE001  the modules run it, and raise what is wrong with the call
+            except (*CAPTURE_ERRORS, NotCaptured):  # the modules run it, and raise what is wrong with the call
                 self._failed.add(length)
         self._held[length] = found
         self._held.move_to_end(length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.cached import Cached
 from accelpatch.fusion.spread import device_of
-from accelpatch.runtime.cache_contents import window_of
+from accelpatch.runtime.cache_contents import Contents, window_of
 from accelpatch.runtime.cache_form import why_not
 from accelpatch.runtime.graphs.capture import AT_MOST
 
@@ -60,6 +61,23 @@ class CapturedLayer(CacheLayerMixin):
         return int(self.keys.shape[2])
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.17
+
+
+class Lent:
+    """A static cache in which the contents of one of transformers' caches may lie, of one at a time."""
+
+    _contents: weakref.ref[Contents] | None = None
+
+    def holds(self, contents: Contents | None) -> bool:
+        """Whether these contents lie here."""
+        return contents is not None and self._contents is not None and self._contents() is contents
+
+    def vacate(self) -> None:
+        """Give the cache whose contents lie here tensors of its own."""
+        contents = None if self._contents is None else self._contents()
+        if contents is not None:
+            contents.detach()
+        self._contents = None
 
 
 def capacity_for(length: int, longest: int | None) -> int:

@@ -27,7 +27,7 @@ from accelpatch.kernels.ops.step.step_end import end_step_
 from accelpatch.runtime.cache_contents import Contents, attach, copy_slots
 from accelpatch.runtime.graphs.batch import Batch, GraphOf
 from accelpatch.runtime.graphs.capture import Graph
-from accelpatch.runtime.graphs.kv_cache import CapturedLayer
+from accelpatch.runtime.graphs.kv_cache import CapturedLayer, Lent
 from accelpatch.runtime.graphs.split_step import SplitStep
 
 CAPTURED = "captured step"  # in the report, with their number
@@ -38,7 +38,7 @@ CAPTURE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupErr
 GraphOn = Callable[[torch.device], GraphOf]
 
 
-class CapturedStep:
+class CapturedStep(Lent):
     """The model's step for `batch` over a static cache of one capacity. mask[B, capacity] int64: 1 where tokens are.
 
     fused: its fused layers; None where it runs the model's modules. watched: places of the layers that run their
@@ -56,7 +56,6 @@ class CapturedStep:
         self.cache = Cache(layers=[CapturedLayer(shape, batch.rows, capacity, batch.slot) for shape in shapes])
         self.mask = torch.zeros(batch.rows, capacity, dtype=torch.int64, device=batch.device)
         self.prompts: Any = None  # prefill.Prompts, made at the first prompt
-        self._contents: weakref.ref[Contents] | None = None  # of another's cache, that lie in this one
         self.over: tuple[Contents | None, CacheCall | None] = None, None  # while it is replayed
         self._model = weakref.ref(model)  # weak: the model holds its runtime, which holds this step
         self._arguments: dict[str, Any] = {"use_cache": True, "return_dict": True}
@@ -139,17 +138,6 @@ class CapturedStep:
         contents: Contents = attach(cache, self.cache)
         self._contents = weakref.ref(contents)
         return contents
-
-    def holds(self, contents: Contents | None) -> bool:
-        """Whether these contents lie in this step's cache."""
-        return contents is not None and self._contents is not None and self._contents() is contents
-
-    def vacate(self) -> None:
-        """Give the cache whose contents lie here tensors of its own."""
-        contents = None if self._contents is None else self._contents()
-        if contents is not None:
-            contents.detach()
-        self._contents = None
 
     def adopt(self, smaller: CapturedStep) -> None:
         """Copy cache and mask from a step of smaller capacity; another's contents that lie there come with them."""

@@ -6,6 +6,7 @@ import pytest
 
 import accelpatch
 from accelpatch.kernels.cpu import native_library
+from accelpatch.modules.packed_weight import unpacked_once
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.runtime.graphs import capture
 from accelpatch.runtime.graphs.step import CAPTURED
@@ -36,3 +37,19 @@ def test_a_weight_that_is_read_for_its_dtype_is_not_unpacked_in_a_graph(monkeypa
     assert model.accelpatch.report().paths[CAPTURED] == 6
     assert len(recorded) > 6
     assert not any(recorded)
+
+
+def test_a_weight_that_is_computed_with_is_unpacked_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its floats are gone once the capture has ended, unless the graph makes them itself."""
+    unpacked: list[int] = []
+    before = QuantizedModule.dequantized
+    monkeypatch.setattr(QuantizedModule, "dequantized", lambda self: unpacked.append(1) or before(self))
+    model = accelpatch.patch(encoder_decoder("flan-t5"), "int8", verify=False)
+    layer = model.decoder.block[0].layer[-1].DenseReluDense.wo
+    with unpacked_once():
+        assert layer.weight.dtype == layer.weight.dtype
+        assert layer.weight.shape == (layer.out_features, layer.in_features)
+        assert len(unpacked) == 1
+        sums = [layer.weight.sum() for _ in range(3)]  # the first ones are of the runs before the capture
+    assert len(unpacked) == 3
+    assert sums[0] == sums[1] == sums[2]
