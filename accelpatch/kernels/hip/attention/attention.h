@@ -58,9 +58,7 @@ struct AttentionPlan {
 };
 
 // The first slot that any new token of a row sees, of which the first is cached at `slot`.
-DEVICE int first_seen(const AttentionArgs& a, int slot) {
-    return a.window > 0 ? max(slot + 1 - int(a.window), 0) : 0;
-}
+DEVICE int first_seen(const AttentionArgs& a, int slot) { return a.window > 0 ? max(slot + 1 - int(a.window), 0) : 0; }
 
 // Facts of a launch that lie in device memory; no kernel of the step writes them, so they are read before grid_wait().
 struct Geometry {

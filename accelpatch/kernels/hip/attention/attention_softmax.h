@@ -10,7 +10,7 @@ template <class T, int WIDE> struct View {
     const Words4* query;  // of shared memory: what the lane gives to products with keys
     // The queries' slots, and the ones before the first that they see.
     int own[Tile::QUERIES_PER_LANE], least[Tile::QUERIES_PER_LANE];
-    int slot;  // of the row's first new token
+    int slot;                // of the row's first new token
     bool windowed, several;  // several: new tokens, of which one may see another
     DEVICE View(const AttentionArgs& a, const HeadStager<T, WIDE>& stager, const Segment& s)
         : stager(stager),
@@ -116,8 +116,8 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
             }
     }
     template <int STAGE>
-    DEVICE void add_values(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, int slot, uint32_t given,
-        const float* s) {
+    DEVICE void add_values(
+        const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, int slot, uint32_t given, const float* s) {
         const typename Tile::Weights weights = Tile::weights(s);
         stream.wait();
         if (seen_tile(a, view.slot, slot)) {
