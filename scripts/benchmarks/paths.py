@@ -122,7 +122,47 @@ def whisper(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, dict[s
     }
 
 
-OTHERS = {"bert": bert, "whisper": whisper}
+LARGE: dict[str, int] = {
+    "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096
+}  # fmt: skip
+
+
+def bert_large(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Call]]:
+    """An encoder of BERT-large's shape, with a mask of ones as a tokenizer makes it."""
+    from transformers import BertConfig, BertModel
+
+    def call(batch: int, length: int) -> Call:
+        def run(model: Any) -> Any:
+            ids = ids_of(model, batch, length)
+            with torch.no_grad():
+                return model(ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+
+        return run
+
+    with device:
+        model = BertModel._from_config(BertConfig(**LARGE), dtype=dtype).eval()
+    return model, {f"BERT-large, {b} x {n} ids": call(b, n) for b, n in ((1, 32), (8, 64), (32, 128), (64, 512))}
+
+
+def vit_large(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Call]]:
+    """A vision encoder of ViT-large's shape."""
+    from transformers import ViTConfig, ViTModel
+
+    def call(batch: int) -> Call:
+        pictures = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+
+        def run(model: Any) -> Any:
+            with torch.no_grad():
+                return model(pictures).last_hidden_state
+
+        return run
+
+    with device:
+        model = ViTModel._from_config(ViTConfig(**LARGE), dtype=dtype).eval()
+    return model, {f"ViT-large, {batch} pictures": call(batch) for batch in (1, 8, 32)}
+
+
+OTHERS = {"bert": bert, "bert-large": bert_large, "vit-large": vit_large, "whisper": whisper}
 CASES = {"ids": None, **PATHS}
 OPTIONS = (
     *common(model="llama2-7b", device="cuda", dtype="bfloat16", recipes=["exact", "int8", "int4"], repeats=5),

@@ -7,6 +7,7 @@ captured, run the modules uncaptured.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.operation import is_eager, wants_gradient
 from accelpatch.runtime.graphs.batch import GraphOf
 from accelpatch.runtime.graphs.capture import Graph
+from accelpatch.runtime.graphs.masks import no_mask_of_ones, without_full_mask
 from accelpatch.runtime.graphs.step import first_line
 
 CALL = "captured call"
@@ -29,6 +31,9 @@ AGAIN = 10  # further runs before an evicted call is captured again
 MAX_CALLS = 16  # most captured calls per model
 LARGEST = 1 << 28  # bytes of inputs and outputs: for larger calls launch overhead does not matter
 COUNTED = 1024  # most calls whose runs are counted
+TIMED = 3  # runs by which a graph is compared with the modules
+GAIN = 0.95  # the most of the modules' time that a graph of a call may take
+AS_FAST = "the modules are as fast"
 PLAIN = (bool, int, float, str, type(None))
 
 Key = tuple[Any, ...]
@@ -77,8 +82,20 @@ class CapturedCall:
         self._graph: Graph = graph(self._program)
 
     def _program(self) -> None:
-        with weight_prefetch():
+        with weight_prefetch(), no_mask_of_ones():
             self._made = self._forward(**self._given)
+
+    def same(self, made: Any) -> bool:
+        """Whether outputs of the modules equal those of the uncaptured run to the bit."""
+        ours, theirs = tensors_of(self._made), tensors_of(made)
+        return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+    def pays(self, given: Mapping[str, Any]) -> bool:
+        """Whether the graph is faster than the modules: of large calls it is not, whose launches hide behind kernels
+        that run. Only a GPU is asked."""
+        if not any(isinstance(one, Tensor) and one.is_cuda for one in given.values()):
+            return True
+        return _seconds(lambda: self(given)) < GAIN * _seconds(lambda: self._forward(**given))
 
     def __call__(self, given: Mapping[str, Any]) -> Any:
         """Run the graph on these arguments; returns copies of its outputs."""
@@ -87,6 +104,18 @@ class CapturedCall:
                 one.copy_(given[name])
         self._graph.replay()
         return copied(self._made)
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """The shortest time of a call until the GPU is done with it, after one to warm up."""
+    found = []
+    for _ in range(1 + TIMED):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return min(found[1:])
 
 
 def copied(made: Any) -> Any:
@@ -117,35 +146,61 @@ class CapturedCalls:
         self._seen: Counter[Key] = Counter()
         self._held: OrderedDict[Key, CapturedCall] = OrderedDict()
         self._unfit: set[Key] = set()
+        self._masked: set[Key] = set()  # calls that a mask of ones changes
         self._known = own_code.why_not_in(model.modules()) is None  # which may have side effects
 
-    def of(self, given: Mapping[str, Any], device: torch.device) -> CapturedCall | str | None:
-        """The graph of a call, captured once the call has come often enough.
+    def of(self, given: Mapping[str, Any], device: torch.device) -> tuple[CapturedCall, Mapping[str, Any]] | str | None:
+        """The graph of a call and its arguments there, captured once the call has come often enough.
 
         None where the modules run it for now, or the reason why they must always.
         """
-        key = key_of(given, device) if self._known else None
+        bare = without_full_mask(given) if self._known else given
+        key = key_of(bare, device) if self._known else None
+        if key in self._masked:
+            bare, key = given, key_of(given, device)
         if key is None or (key not in self._held and not self._worth(key)):
             return None
         if key not in self._held:
-            try:
-                call = CapturedCall(self._forward, given)
-            except Exception:  # noqa: BLE001  the modules run it again, and raise it to the caller
-                return None
-            if reason := call.why_not():
-                self._unfit.add(key)
+            reason = self._captured(key, bare, given)
+            if key not in self._held:
                 return reason
-            try:
-                call.capture(self._graph)
-            except Exception as error:  # noqa: BLE001  a graph cannot hold it; the modules run the call
-                self._unfit.add(key)
-                return f"{type(error).__name__}: {first_line(error)}"
-            self._held[key] = call
-            if len(self._held) > MAX_CALLS:
-                gone, _ = self._held.popitem(last=False)
-                self._seen[gone] = -AGAIN
         self._held.move_to_end(key)
-        return self._held[key]
+        return self._held[key], bare
+
+    def _captured(self, key: Key, bare: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
+        """Capture a call; returns why it is not. bare: its arguments without a mask that hides nothing."""
+        try:
+            call = CapturedCall(self._forward, bare)
+            if bare is not given and not call.same(self._forward(**given)):
+                self._masked.add(key)
+                return None
+        except Exception:  # noqa: BLE001  the modules run it again, and raise it to the caller
+            if bare is not given and self._runs(given):
+                self._masked.add(key)
+            return None
+        reason = call.why_not()
+        try:
+            if reason is None:
+                call.capture(self._graph)
+                reason = None if call.pays(bare) else AS_FAST
+        except Exception as error:  # noqa: BLE001  a graph cannot hold it; the modules run the call
+            reason = f"{type(error).__name__}: {first_line(error)}"
+        if reason is not None:
+            self._unfit.add(key)
+            return reason
+        self._held[key] = call
+        if len(self._held) > MAX_CALLS:
+            gone, _ = self._held.popitem(last=False)
+            self._seen[gone] = -AGAIN
+        return None
+
+    def _runs(self, given: Mapping[str, Any]) -> bool:
+        """Whether the modules take a call."""
+        try:
+            self._forward(**given)
+        except Exception:  # noqa: BLE001  the modules run it again, and raise it to the caller
+            return False
+        return True
 
     def _worth(self, key: Key) -> bool:
         if key in self._unfit:
@@ -177,12 +232,13 @@ def captured_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
         if calls is None:
             return None
         with runtime.alone(), torch.inference_mode(False), torch.no_grad():
-            call = calls.of(given, device_of(model))
-            if isinstance(call, CapturedCall):
+            found = calls.of(given, device_of(model))
+            if isinstance(found, tuple):
                 runtime.paths[CALL] += 1
-                return call(given)
-            if call is not None:
-                runtime.paths[f"no captured call: {call}"] += 1
+                call, taken = found
+                return call(taken)
+            if found is not None:
+                runtime.paths[f"no captured call: {found}"] += 1
             return None
     finally:
         runtime.lock.release()
