@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch import own_code
+from accelpatch.errors import FOREIGN, KernelError
 from accelpatch.fusion.spread import device_of
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.operation import is_eager, wants_gradient
@@ -85,17 +86,18 @@ class CapturedCall:
         with weight_prefetch(), no_mask_of_ones():
             self._made = self._forward(**self._given)
 
-    def same(self, made: Any) -> bool:
-        """Whether outputs of the modules equal those of the uncaptured run to the bit."""
-        ours, theirs = tensors_of(self._made), tensors_of(made)
+    def same(self, other: CapturedCall) -> bool:
+        """Whether the outputs of the uncaptured runs of two calls are equal to the bit."""
+        ours, theirs = tensors_of(self._made), tensors_of(other._made)
         return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
     def pays(self, given: Mapping[str, Any]) -> bool:
-        """Whether the graph is faster than the modules: of large calls it is not, whose launches hide behind kernels
-        that run. Only a GPU is asked."""
-        if not any(isinstance(one, Tensor) and one.is_cuda for one in given.values()):
+        """Whether the graph is faster than the modules. It is not for large calls, during which the host is ahead of
+        the GPU anyway. Only a GPU is asked."""
+        device = next((one.device for one in given.values() if isinstance(one, Tensor) and one.is_cuda), None)
+        if device is None:
             return True
-        return _seconds(lambda: self(given)) < GAIN * _seconds(lambda: self._forward(**given))
+        return _seconds(lambda: self(given), device) < GAIN * _seconds(lambda: self._forward(**given), device)
 
     def __call__(self, given: Mapping[str, Any]) -> Any:
         """Run the graph on these arguments; returns copies of its outputs."""
@@ -106,14 +108,14 @@ class CapturedCall:
         return copied(self._made)
 
 
-def _seconds(run: Callable[[], Any]) -> float:
-    """The shortest time of a call until the GPU is done with it, after one to warm up."""
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """The shortest time of a call until its GPU is done with it, after one to warm up."""
     found = []
     for _ in range(1 + TIMED):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         start = time.perf_counter()
         run()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         found.append(time.perf_counter() - start)
     return min(found[1:])
 
@@ -169,38 +171,37 @@ class CapturedCalls:
 
     def _captured(self, key: Key, bare: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
         """Capture a call; returns why it is not. bare: its arguments without a mask that hides nothing."""
-        try:
-            call = CapturedCall(self._forward, bare)
-            if bare is not given and not call.same(self._forward(**given)):
+        first = self._run(given)
+        if first is None:
+            return None
+        reason = first.why_not()
+        if reason is None and bare is not given:
+            without = self._run(bare)
+            if without is None or not without.same(first):
                 self._masked.add(key)
                 return None
-        except Exception:  # noqa: BLE001  the modules run it again, and raise it to the caller
-            if bare is not given and self._runs(given):
-                self._masked.add(key)
-            return None
-        reason = call.why_not()
+            first = without
         try:
             if reason is None:
-                call.capture(self._graph)
-                reason = None if call.pays(bare) else AS_FAST
-        except Exception as error:  # noqa: BLE001  a graph cannot hold it; the modules run the call
+                first.capture(self._graph)
+                reason = None if first.pays(bare) else AS_FAST
+        except (*FOREIGN, KernelError) as error:  # a graph cannot hold it; the modules run the call
             reason = f"{type(error).__name__}: {first_line(error)}"
         if reason is not None:
             self._unfit.add(key)
             return reason
-        self._held[key] = call
+        self._held[key] = first
         if len(self._held) > MAX_CALLS:
             gone, _ = self._held.popitem(last=False)
             self._seen[gone] = -AGAIN
         return None
 
-    def _runs(self, given: Mapping[str, Any]) -> bool:
-        """Whether the modules take a call."""
+    def _run(self, given: Mapping[str, Any]) -> CapturedCall | None:
+        """A call after its uncaptured run; None where that fails: the modules run it again, and raise it."""
         try:
-            self._forward(**given)
-        except Exception:  # noqa: BLE001  the modules run it again, and raise it to the caller
-            return False
-        return True
+            return CapturedCall(self._forward, given)
+        except FOREIGN:
+            return None
 
     def _worth(self, key: Key) -> bool:
         if key in self._unfit:

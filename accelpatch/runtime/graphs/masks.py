@@ -16,6 +16,7 @@ from transformers import masking_utils
 
 MASK = "attention_mask"
 TRACING = "is_tracing"  # by this name transformers' masks ask whether a graph is captured
+_LOCK = threading.RLock()  # or two threads would put each other's function back
 
 
 def without_full_mask(given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -29,14 +30,15 @@ def without_full_mask(given: Mapping[str, Any]) -> Mapping[str, Any]:
 @contextmanager
 def no_mask_of_ones() -> Iterator[None]:
     """Context manager: in this thread, transformers makes no mask of ones where it is given none, in a captured program
-    too. Versions up to 5.17 make one."""
-    asked, thread = getattr(masking_utils, TRACING), threading.get_ident()
+    too. Older versions, 5.17 among them, make one. transformers' own function is back at the end."""
+    with _LOCK:
+        asked, thread = getattr(masking_utils, TRACING), threading.get_ident()
 
-    def is_tracing(tensor: Any = None) -> bool:
-        return False if tensor is None and threading.get_ident() == thread else bool(asked(tensor))
+        def is_tracing(tensor: Any = None) -> bool:
+            return False if tensor is None and threading.get_ident() == thread else bool(asked(tensor))
 
-    setattr(masking_utils, TRACING, is_tracing)
-    try:
-        yield
-    finally:
-        setattr(masking_utils, TRACING, asked)
+        setattr(masking_utils, TRACING, is_tracing)
+        try:
+            yield
+        finally:
+            setattr(masking_utils, TRACING, asked)

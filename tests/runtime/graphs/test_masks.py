@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def test_a_mask_that_hides_nothing_is_left_out() -> None:
     assert paths(model)[CALL] == 4
 
 
-class Counting(BertForMaskedLM):
+class Shifted(BertForMaskedLM):
     """A model to which a mask of ones and none are not the same."""
 
     def forward(self, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
@@ -37,11 +38,22 @@ class Counting(BertForMaskedLM):
         return found
 
 
+class Demanding(BertForMaskedLM):
+    """A model that must have a mask."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        """As of BertForMaskedLM."""
+        if attention_mask is None:
+            raise ValueError("give an attention mask")
+        return super().forward(input_ids, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Shifted, Demanding], ids=["others", "fails"])
 @torch.no_grad()
-def test_a_call_that_a_mask_of_ones_changes_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Counting(BertConfig(vocab_size=120, **SIZES)).eval()
+def test_a_call_that_needs_its_mask_of_ones_keeps_it(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = kind(BertConfig(vocab_size=120, **SIZES)).eval()
     batch, calls = text(1, 9), CapturedCalls(own, lambda program: program() or Replay(program))
-    monkeypatch.setattr(calls, "_known", True)
+    monkeypatch.setattr(calls, "_known", True)  # as if it were a class of transformers
     monkeypatch.setattr(calls, "_forward", own)
     due = own(**batch).logits
     for _ in range(2 * RUNS + 3):
@@ -67,3 +79,19 @@ def test_no_mask_is_made_in_a_captured_program(monkeypatch: pytest.MonkeyPatch) 
         assert made(config=config, inputs_embeds=states, attention_mask=None) is None
         assert made(config=config, inputs_embeds=states, attention_mask=torch.ones(2, 5).long()) is not None
     assert masking_utils.is_tracing is traced
+
+
+def test_captures_of_two_threads_leave_the_function_of_transformers() -> None:
+    before, done = masking_utils.is_tracing, threading.Event()
+
+    def other() -> None:
+        with no_mask_of_ones():
+            done.wait(60)
+
+    thread = threading.Thread(target=other)
+    with no_mask_of_ones():
+        thread.start()
+        thread.join(0.2)  # without a lock it would be inside by now
+    done.set()
+    thread.join(60)
+    assert masking_utils.is_tracing is before
