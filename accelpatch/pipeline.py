@@ -20,12 +20,14 @@ from torch import nn
 from accelpatch import calibration
 from accelpatch import device as devices
 from accelpatch.fusion.verified import check_layers
+from accelpatch.fusion.verified_encoders import check_encoders, encoder_layers, lay_out
 from accelpatch.kernels import added, who_runs
 from accelpatch.kernels.check.while_running import checked
 from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.ops.linear import float_linear
 from accelpatch.models.checkpoint import sha256
+from accelpatch.models.encoders import layer_roles
 from accelpatch.models.family import roles_of
 from accelpatch.models.inputs import sample_inputs
 from accelpatch.models.smoothing import smoothing_groups
@@ -56,7 +58,7 @@ SOURCES = (".py", ".hip", ".h", ".cpp", ".inc", ".cu")
 def plan_of(model: nn.Module, recipe: recipes.Recipe, device: devices.Device | None, slower: bool = False) -> Plan:
     """The plan for a model. device: default: the one that it is on. slower: see `make_plan`."""
     devices.forget_compilers()
-    placement, roles = placement_of(model), roles_of(getattr(model, "config", None))
+    placement, roles = placement_of(model), {**layer_roles(model), **roles_of(getattr(model, "config", None))}
     facts = device or devices.probe(str(placement.device or device_of(model)))
     made = make_plan(model, recipe, facts, roles, registry(), smoothing_groups(model), known, placement, slower)
     return replace(made, who_runs=who_runs.table, left=(*made.left, *_not_taken(made)))
@@ -121,7 +123,8 @@ def fuse(model: nn.Module, request: Request, runtime: Any, captured: Captured, r
     """Lay the fused layers out and verify them; those over their bound run their modules."""
     errors: dict[int, SiteErrors] = {}
     failed: dict[int, str] = {}
-    every = layer_records(report)
+    fuse_encoders(model, request, captured, report)
+    every = layer_records(report, encoder_layers(model))
     calls = {place: captured.calls.get(record.path, []) for place, record in every.items()}
     with apply.naming("the fused layers", "their weights were laid out and verified"):
         fused = runtime.prepare(model)
@@ -134,6 +137,25 @@ def fuse(model: nn.Module, request: Request, runtime: Any, captured: Captured, r
     record_layers(every, request.planned.recipe, errors, failed, unfused)
     runtime.unfuse(failed)
     captured.calls.clear()
+
+
+def fuse_encoders(model: nn.Module, request: Request, captured: Captured, report: Report) -> None:
+    """The same for layers of encoders, which are no part of steps."""
+    layers, errors, failed = encoder_layers(model), dict[str, SiteErrors](), dict[str, str]()
+    records = {record.path: record for record in report.sites if record.path in layers}
+    if not records:
+        return
+    recipe = request.planned.recipe
+    with apply.naming("the fused layers of the encoder", "their weights were laid out and verified"):
+        planned = {path: bool(record.fused) for path, record in records.items()}
+        unfused = {path: record.by_modules or "" for path, record in records.items() if not record.fused}
+        unfused |= lay_out(layers, planned)
+        if captured.missing is None:
+            errors, failed = check_encoders(
+                layers, captured.calls, recipe.verify.metric, request.extent,
+                lambda done, total: request.watch("verify fused", done, total),
+            )  # fmt: skip
+    record_layers(records, recipe, errors, failed, unfused)
 
 
 @contextmanager

@@ -102,9 +102,9 @@ def products(form: str, sums: str, archs: tuple[str, ...], number: int) -> dict[
                               | added, TILE.warps),
         "streams added up": Build(kernels.add_up, (f"*{sums}", *behind, *("i32",) * 4), flags | {"SIZE": 1024} | added),
         "rows": Build(quantize_rows._row, ("*bf16", "*fp32", one, "*fp32", "i32", "i32"),
-                      {"CODE": -1, "STATIC": False, "DEPENDENT": False, "BLOCK": 4096}, 8),
+                      {"CODE": -1, "GATED": False, "STATIC": False, "DEPENDENT": False, "BLOCK": 4096}, 8),
         "rows of a gate": Build(quantize_rows._row, ("*bf16", "*fp32", one, "*fp32", "i32", "i32"),
-                                {"CODE": 0, "STATIC": False, "DEPENDENT": False, "BLOCK": 16384}, 16),
+                                {"CODE": 0, "GATED": True, "STATIC": False, "DEPENDENT": False, "BLOCK": 16384}, 16),
         "rows of a norm": Build(rmsnorm._row, (*("*bf16",) * 3, one, "*bf16", "*fp32", "*fp32", "i32", "fp32"),
                                 NORM | {"ADD": True, "ROWS": True}, 8),
     } | {

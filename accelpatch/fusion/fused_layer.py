@@ -86,7 +86,7 @@ class FusedLayer:
         normal, x = _input_of(self.qkv, self.attention_norm, x, pending)
         attended = self._attend(self.qkv.large_m(normal), call, place)
         if self.parallel:
-            same = self.mlp_norm is self.attention_norm and _form(self.qkv) == _form(self.gate_up)
+            same = self.mlp_norm is self.attention_norm and activations_of(self.qkv) == activations_of(self.gate_up)
             normal = normal if same else _input_of(self.gate_up, self.mlp_norm, x, None)[0]
         x, pending = self._beside(self.after_attention, self.o.large_m(attended), x)
         if not self.parallel:
@@ -100,7 +100,7 @@ class FusedLayer:
         inner, down = cast(Any, self.gate_up), self.down
         if self.activation is None or not isinstance(normal, QuantizedRows) or normal.q.dtype not in FP8:
             return inner.large_m(normal, self.activation)
-        if _form(down) is None or not isinstance(inner, FusedLinear):
+        if activations_of(down) is None or not isinstance(inner, FusedLinear):
             return inner.large_m(normal, self.activation)
         weight = cast(W8A8Rows, cast(FusedLinear, down).weight)
         both: Tensor = inner.large_m(normal)
@@ -138,7 +138,7 @@ def _normed(norm: FusedNorm | None, x: Tensor, pending: Tensor | None) -> tuple[
     return x, x
 
 
-def _form(layer: FusedLinear | Adapted) -> tuple[Any, ...] | None:
+def activations_of(layer: FusedLinear | Adapted) -> tuple[Any, ...] | None:
     """What decides whether two linear layers of one norm take the same activations in 8 bits: their form, and where
     their static scale lies, if they have one; None for a layer that takes floats."""
     if not isinstance(layer, FusedLinear) or not isinstance(layer.weight, W8A8Rows):
@@ -151,7 +151,7 @@ def _input_of(
     layer: FusedLinear | Adapted, norm: FusedNorm | None, x: Tensor, pending: Tensor | None
 ) -> tuple[Any, Tensor]:
     """(norm(s) as the linear layer takes it, s) for s = x + pending."""
-    if norm is None or _form(layer) is None:
+    if norm is None or activations_of(layer) is None:
         return _normed(norm, x, pending)
     assert isinstance(layer, FusedLinear)
     weight = cast(W8A8Rows, layer.weight)

@@ -1,6 +1,7 @@
-"""The replacer of a decoder layer: its module adds the residual and normalises in one operation, and it is fused.
+"""The replacer of a layer: its module adds the residual and normalises in one operation, and it is fused.
 
-What generates tokens is the fused layer (GPU) or its part of the native step (CPU), where its children allow that.
+What generates tokens is the fused layer (GPU) or its part of the native step (CPU), where its children allow that. Of a
+layer of an encoder: encoder_replacer.py.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from torch import nn
 
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
+from accelpatch.fusion import encoder_replacer
+from accelpatch.fusion.encoder_layer import made_of
 from accelpatch.fusion.planned import libraries, planned
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.ops.norm import rmsnorm
+from accelpatch.models.encoders import encoder_form_of
 from accelpatch.models.family import LayerForm, Norm, form_of, linears_of, norm_of
 from accelpatch.modules.norm import ResidualNormLayer, positional_names
 from accelpatch.modules.replacement import adopt, skipped
@@ -33,6 +37,9 @@ class FusedLayerReplacer(Replacer):
 
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         layer, form = site.original, form_of(site.original)
+        of_encoder = encoder_replacer.propose(site, device)
+        if of_encoder is not None:
+            return of_encoder
         if form is None:
             return Reason(f"{type(layer).__name__} has no known norm after a residual addition")
         kernel, joined = "modules", _joined(layer, form)
@@ -48,13 +55,17 @@ class FusedLayerReplacer(Replacer):
         return Choice(kernel, site.token_bytes, site.token_bytes, site.bytes)
 
     def complete(self, site: Site, choice: Choice, replaced: Mapping[str, Replaced | None], device: Device) -> Choice:
+        if encoder_form_of(site.original) is not None:
+            return encoder_replacer.complete(site, choice, replaced, device)
         fused = planned(site, replaced, device)
         if isinstance(fused, Reason):
             return replace(choice, note=fused.text, fused=False)
         return replace(choice, kernel=fused, fused=True, libraries=libraries(site, device))
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
-        layer, form = site.original, form_of(site.original)
+        layer, form, of_encoder = site.original, form_of(site.original), encoder_form_of(site.original)
+        if of_encoder is not None:
+            return made_of(layer, of_encoder)
         assert form is not None
         new = adopt(ResidualNormLayer, layer)
         joined = _joined(layer, form)

@@ -84,7 +84,7 @@ def layer_errors(
             original.append((made[kept], rows.original[kept]))
             if units_apart(own[-1:]) > least:
                 seeds = range(DRAWS if LayerDescription(layer).sparse is None else SPARSE_DRAWS)
-                draws = (_output(layer, _one_rounding_away(call, seed))[kept] for seed in seeds)
+                draws = (_output(layer, one_rounding_away(call, seed))[kept] for seed in seeds)
                 moved += [units_apart([(draw, rows.modules[kept])]) for draw in draws]
     if not own:
         return None
@@ -104,7 +104,7 @@ def _output(layer: Any, call: Call) -> Tensor:
     return next(floats(layer.forward(*args, **kwargs)))
 
 
-def _one_rounding_away(call: Call, seed: int) -> Call:
+def one_rounding_away(call: Call, seed: int) -> Call:
     """The call with every element of its hidden states moved by one rounding, up or down."""
     x = call.args[0] if call.args else call.kwargs[HIDDEN]
     signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(seed)).to(x.device) * 2 - 1

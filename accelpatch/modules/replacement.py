@@ -93,7 +93,7 @@ def stand_aside() -> None:
         if held is not own and not hasattr(held, ASIDE):
             continue
         if own_code.is_others(made):
-            made.forward = _run_original if getattr(made, "runs_original", True) else _refuse_to_run
+            made.forward = run_original if getattr(made, "runs_original", True) else _refuse_to_run
         elif own_code.has_overridden(made):
             made.forward = _either(made)
         elif own is not None:
@@ -118,7 +118,8 @@ def runs_original(module: nn.Module) -> bool:
 
 
 @_aside
-def _run_original(self: Any, *args: Any, **kwargs: Any) -> Any:
+def run_original(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The original's forward on a replacement."""
     _RUNNING.modules.append(self)
     try:
         return type(self).replaced_class.forward(self, *args, **kwargs)
@@ -134,7 +135,7 @@ def _either(made: Any) -> Any:
     def run_either(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The original's forward where a method that it calls is set on the instance, else the replacement's."""
         if own_code.differs(self):
-            return _run_original(self, *args, **kwargs)
+            return run_original(self, *args, **kwargs)
         return forward(self, *args, **kwargs)
 
     return run_either

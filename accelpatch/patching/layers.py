@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import TypeVar
 
 from accelpatch.errors import VerifyError
 from accelpatch.patching.verify import SiteErrors
 from accelpatch.recipe.recipe import Recipe
 from accelpatch.report import Report, SiteRecord
 
+Place = TypeVar("Place", int, str)
 
-def layer_records(report: Report) -> dict[int, SiteRecord]:
-    """Index of a layer in its model -> its record, for layers whose replacement can be fused."""
-    return {int(record.path.rpartition(".")[2]): record for record in report.sites if record.fused is not None}
+
+def layer_records(report: Report, others: Collection[str] = ()) -> dict[int, SiteRecord]:
+    """Index of a layer in its model -> its record, for layers whose replacement can be fused; without the paths of
+    `others`."""
+    found = (record for record in report.sites if record.fused is not None and record.path not in others)
+    return {int(record.path.rpartition(".")[2]): record for record in found}
 
 
 def record_layers(
-    records: Mapping[int, SiteRecord], recipe: Recipe, errors: Mapping[int, SiteErrors], failed: Mapping[int, str],
-    unfused: Mapping[int, str],
+    records: Mapping[Place, SiteRecord], recipe: Recipe, errors: Mapping[Place, SiteErrors],
+    failed: Mapping[Place, str], unfused: Mapping[Place, str],
 ) -> None:  # fmt: skip
-    """Write into `layer_records` what runs each layer.
+    """Write into the records what runs each layer, by its index or by its path.
 
     errors: of fused layers in a prompt and cached steps. failed: why of those over their bound. unfused: why of those
     that could not be fused. Raises VerifyError for a failed layer, if the recipe says `on_failure: error`.

@@ -139,7 +139,8 @@ def test_reference_keeps_output_dtypes(op: str) -> None:
     integers = {"quantize_rows": rows, "rmsnorm_rows": {*rows, torch.float16}, "gemm_w8a8": {torch.float32}}
     integers |= {"layernorm_q": {torch.int8}, "int8_attention": {torch.int8}}
     integers |= {"choose_experts": {torch.int64, torch.float16}}
-    integers |= {"gated_rows": {torch.float8_e4m3fnuz, torch.float32}}
+    integers |= {"gated_rows": {torch.float8_e4m3fnuz, torch.float32}, "layernorm_rows": {*rows, torch.float16}}
+    integers |= {"activated_rows": {torch.float8_e4m3fn, torch.float32}}
     assert set(expected) == integers.get(op, {torch.float16})
     for precision in (None, torch.float32, torch.float64):
         with dispatch.forced("reference", precision):
@@ -217,7 +218,7 @@ def test_embedding_refuses_ids_out_of_range(bad: int) -> None:
 
 
 PARTS_OF_ONE = {"_codes", "_six_bits", "_float16", "_signed"}  # of block_linear's alone
-OF_REFERENCES = {"dense", "accumulators"} | PARTS_OF_ONE
+OF_REFERENCES = {"dense", "accumulators", "activated_reference"} | PARTS_OF_ONE
 
 
 def test_references_share_no_code_with_implementations() -> None:

@@ -25,6 +25,7 @@ DIFFERENTIABLE: Mapping[str, tuple[int, ...]] = {
     "rmsnorm": (0, 1),
     "add_rmsnorm": (0, 1, 2),
     "rmsnorm_add": (0, 1, 2),
+    "add_layernorm": (0, 1, 2),
     "gated_activation": (0, 1),
     "experts": (0, 2),
     "packed_experts": (0, 2),

@@ -20,8 +20,17 @@ from tests.support.gguf_blocks import random_args_of_blocks
 from tests.support.packs import FOREIGN, operands, size_for
 
 M = (0, 1, 2, 7, 129)
-W8A8 = ("quantize_rows", "rmsnorm_rows", "gemm_w8a8", "gemm_fp8", "gated_fp8", "w8a8_linear", "w8a8_packed")
-OF_INT8 = ("layernorm_q", "int8_attention", "gated_rows")
+W8A8 = (
+    "quantize_rows",
+    "rmsnorm_rows",
+    "layernorm_rows",
+    "gemm_w8a8",
+    "gemm_fp8",
+    "gated_fp8",
+    "w8a8_linear",
+    "w8a8_packed",
+)
+OF_INT8 = ("layernorm_q", "int8_attention", "gated_rows", "activated_rows")
 FORMS = (torch.int8, *FP8)
 
 
@@ -55,7 +64,7 @@ def random_w8a8_pack(rng: random.Random, generator: torch.Generator, dtype: torc
 def random_of_int8(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
     m, k = rng.choice(M), rng.randint(1, 300)
     x = torch.randn(m, 2 * k if op == "gated_rows" else k, generator=generator).to(dtype)
-    if op == "gated_rows":
+    if op in ("gated_rows", "activated_rows"):
         return x, rng.choice(("silu", "gelu")), rng.choice((None, torch.tensor([0.03]))), rng.choice(FORMS)
     if op == "layernorm_q":
         return x, 40 * torch.randn(k, generator=generator), 9 * torch.randn(k, generator=generator), 1e-5
@@ -81,6 +90,9 @@ def random_w8a8(op: str, rng: random.Random, generator: torch.Generator, dtype: 
     form = rng.choice(FORMS)
     if op == "quantize_rows":
         return x, given, form
+    if op == "layernorm_rows":
+        weight, bias = torch.randn(2, k, generator=generator).to(dtype)
+        return x, rng.choice((None, x.flip(0))), weight, rng.choice((None, bias)), 1e-5, given, form, k % 2 == 0
     if op == "rmsnorm_rows":
         weight = torch.randn(k, generator=generator).to(dtype)
         return x, rng.choice((None, x.flip(0))), weight, 1e-5, k % 2 == 0, given, form
@@ -122,6 +134,8 @@ def random_tiles(rng: random.Random, generator: torch.Generator, dtype: torch.dt
 def random_norm(op: str, x: Tensor, weight: Tensor, rng: random.Random, generator: torch.Generator) -> tuple[Any, ...]:
     """An RMSNorm's arguments, with what its operation has beside it."""
     plus_one = rng.random() < 0.5
+    if op == "add_layernorm":
+        return x, x.flip(0), weight, rng.choice((None, weight.flip(0))), 1e-5
     if op == "rmsnorm":
         return x, weight, 1e-5, plus_one
     if op == "reorder":
@@ -173,7 +187,7 @@ def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: 
         return x, q[:, ::2].contiguous(), scale, None if codes else rng.choice((None, minimum, zero)), codes, bias
     if op == "int8_embedding":
         return torch.randint(0, n, (m, 3), generator=generator), q, scale, dtype
-    if op in ("rmsnorm", "add_rmsnorm", "rmsnorm_add", "reorder"):
+    if op in ("rmsnorm", "add_rmsnorm", "rmsnorm_add", "add_layernorm", "reorder"):
         return random_norm(op, x, weight, rng, generator)
     if op == "rotary_cos_sin":
         return torch.randint(0, 4096, (2, m), generator=generator), torch.rand(k, generator=generator), 1.5, dtype

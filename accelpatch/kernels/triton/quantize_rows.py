@@ -70,28 +70,39 @@ def store_row(values, given, q, scales, row, columns, width, STATIC: tl.constexp
 @triton.jit
 def _row(  # type: ignore[no-untyped-def]
     x, given, q, scales, x_stride, width,
-    CODE: tl.constexpr, STATIC: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr,
+    CODE: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """CODE: of the activation, where a row of x is that of a gate, then that of up; -1 for none."""
+    """CODE: of the activation; -1 for none. GATED: a row of x is that of a gate, then that of up."""
     overlap(DEPENDENT)
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     at, inside = x + row * x_stride + columns, columns < width
     values = tl.load(at, mask=inside, other=0.0)
     if CODE >= 0:
-        up = tl.load(at + width, mask=inside, other=0.0)
-        opened = _activated(values.to(tl.float32), CODE).to(values.dtype).to(tl.float32)
-        values = (opened * up.to(tl.float32)).to(values.dtype)
+        activated = _activated(values.to(tl.float32), CODE).to(values.dtype)
+        if GATED:
+            up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+            activated = (activated.to(tl.float32) * up).to(values.dtype)
+        values = activated
     store_row(values.to(tl.float32), given, q, scales, row, columns, width, STATIC)
 
 
 def gated_rows(both: Tensor, activation: str, scale: Tensor | None, form: torch.dtype) -> tuple[Tensor, Tensor]:
     """As the operation."""
-    return quantize_rows(both, scale, form, CODES[activation])
+    return _rows(both, scale, form, CODES[activation], True)
 
 
-def quantize_rows(x: Tensor, scale: Tensor | None, form: torch.dtype, code: int = -1) -> tuple[Tensor, Tensor]:
-    """As the operation. code: of the activation, for rows of a gate and of up; -1 for none."""
-    width = x.shape[-1] if code < 0 else x.shape[-1] // 2
+def activated_rows(x: Tensor, activation: str, scale: Tensor | None, form: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As the operation."""
+    return _rows(x, scale, form, CODES[activation], False)
+
+
+def quantize_rows(x: Tensor, scale: Tensor | None, form: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As the operation."""
+    return _rows(x, scale, form, -1, False)
+
+
+def _rows(x: Tensor, scale: Tensor | None, form: torch.dtype, code: int, gated: bool) -> tuple[Tensor, Tensor]:
+    width = x.shape[-1] // 2 if gated else x.shape[-1]
     flat = x.reshape(-1, x.shape[-1])
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     q = x.new_empty((*x.shape[:-1], width), dtype=form)
@@ -100,7 +111,7 @@ def quantize_rows(x: Tensor, scale: Tensor | None, form: torch.dtype, code: int 
     if q.numel():
         with on(x):
             _row[(flat.shape[0],)](
-                flat, scales if scale is None else scale, q, scales, flat.stride(0), width, code,
+                flat, scales if scale is None else scale, q, scales, flat.stride(0), width, code, gated,
                 scale is not None, overlapped, block, num_warps=warps(block), **options,
             )  # fmt: skip
     return q, scales

@@ -11,6 +11,8 @@ from torch import Tensor
 from accelpatch.device import probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.ops.activation import quantize_rows as rows
+from accelpatch.kernels.ops.activation.activated_rows import activated_rows
+from accelpatch.kernels.ops.norm.layernorm import layernorm_rows
 from accelpatch.kernels.ops.norm.rmsnorm_rows import rmsnorm_rows
 from tests.support.fp8 import FORMS, between, codes, numbers
 from tests.support.interpreted import DEVICE, HERE, LOW, _anywhere, here, interpret, needs_triton  # noqa: F401
@@ -99,3 +101,37 @@ def test_rows_of_a_norm_are_those_of_the_two_operations(form: torch.dtype, added
     assert torch.equal(codes(q), codes(apart[0]))
     assert torch.equal(scale, apart[1])
     assert torch.equal(total, apart[2])
+
+
+@here
+@FORMS
+@pytest.mark.parametrize("normed", [False, True], ids=["sum", "normed"])
+@pytest.mark.parametrize("added", [False, True], ids=["plain", "added"])
+def test_rows_of_a_layernorm_are_those_of_the_single_operations(form: torch.dtype, added: bool, normed: bool) -> None:
+    generator = torch.Generator().manual_seed(6)
+    x, residual = (torch.randn(7, 130, generator=generator).to(DEVICE, LOW) for _ in range(2))
+    weight, bias = torch.randn(2, 130, generator=generator).to(DEVICE, LOW)
+    args = (x, residual if added else None, weight, bias, 1e-5, None, form, normed)
+    with dispatch.forced("triton"):
+        q, scale, kept = layernorm_rows(*args)
+    due = torch.nn.functional.layer_norm(x + residual if added else x, (130,), weight, bias, 1e-5)
+    apart = dispatch.kernel("layernorm_rows").implementations["operations"].run(*args)
+    if normed:
+        assert (kept.float() - due.float()).abs().max() <= 2**-7 * due.abs().max()
+    else:
+        assert torch.equal(kept, apart[2])
+    # a rounding of the norm to its neighbour moves a code by one step
+    assert (codes(q).float() != codes(apart[0]).float()).float().mean() < 0.02
+    torch.testing.assert_close(scale, apart[1], rtol=2**-7, atol=0)
+
+
+@here
+@FORMS
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh"])
+def test_rows_of_an_activation_are_those_of_the_two_operations(form: torch.dtype, activation: str) -> None:
+    x = torch.randn(7, 130, generator=torch.Generator().manual_seed(6)).to(DEVICE, LOW)
+    with dispatch.forced("triton"):
+        q, scale = activated_rows(x, activation, None, form)
+    apart = dispatch.kernel("activated_rows").implementations["operations"].run(x, activation, None, form)
+    assert (codes(q).float() != codes(apart[0]).float()).float().mean() < 0.02
+    torch.testing.assert_close(scale, apart[1], rtol=2**-7, atol=0)

@@ -83,7 +83,7 @@ def test_mixed_dtypes(plus_one: bool, weight: torch.dtype) -> None:
 
 @here
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "minus-inf"])
-@pytest.mark.parametrize("op", ["rmsnorm", "add_rmsnorm", "rmsnorm_add", "gated_activation"])
+@pytest.mark.parametrize("op", ["rmsnorm", "add_rmsnorm", "rmsnorm_add", "add_layernorm", "gated_activation"])
 def test_nan_and_infinity_come_out_where_the_reference_has_them(op: str, value: float) -> None:
     args = made(list(dispatch.kernel(op).cases())[1], torch.float32)
     args[0].view(-1)[3] = value

@@ -63,8 +63,13 @@ _FORMULAS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 def reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """By formula; in float64 where gate is float64, else in float32."""
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    return _FORMULAS[activation](gate.to(wide)).to(gate.dtype) * up
+    return activated_reference(gate, activation) * up
+
+
+def activated_reference(x: Tensor, activation: str) -> Tensor:
+    """activation(x) by formula, rounded to x's dtype; in float64 where x is float64, else in float32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return _FORMULAS[activation](x.to(wide)).to(x.dtype)
 
 
 def spec(gate: Tensor, up: Tensor, activation: str) -> Spec:

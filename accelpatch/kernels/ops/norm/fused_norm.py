@@ -4,7 +4,8 @@
     LayerNorm   y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias      x[..., K], weight[K], bias[K] or none
 
 Few rows have it inside the linear layer that follows (fused_linear.py). LayerNorm by itself is torch's, which computes
-in float32 and rounds once, as the kernels do. Source: Ba et al. 2016, arXiv:1607.06450.
+in float32 and rounds once, as the kernels do (layernorm.py: with a residual, and with rows in 8 bits). Source: Ba et
+al. 2016, arXiv:1607.06450.
 """
 
 from __future__ import annotations
@@ -14,12 +15,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from accelpatch.kernels.ops.activation import quantize_rows
 from accelpatch.kernels.ops.activation.quantize_rows import QuantizedRows
 from accelpatch.kernels.ops.linear.reorder import reorder
-from accelpatch.kernels.ops.norm import rmsnorm, rmsnorm_rows
+from accelpatch.kernels.ops.norm import layernorm, rmsnorm, rmsnorm_rows
 from accelpatch.kernels.spec import Described
 
 
@@ -52,12 +51,9 @@ class FusedNorm(Described):
 
     def reference(self, x: Tensor) -> Tensor:
         """norm(x[..., K]) in plain torch."""
-        if not self.layer:
-            return rmsnorm.reference(x, self.weight, self.eps, self.plus_one)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        centred = x.to(wide) - x.to(wide).mean(-1, keepdim=True)
-        y = centred * (centred.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight.to(wide)
-        return (y if self.bias is None else y + self.bias.to(wide)).to(x.dtype)
+        if self.layer:
+            return layernorm.reference(x, self.weight, self.bias, self.eps)
+        return rmsnorm.reference(x, self.weight, self.eps, self.plus_one)
 
     def added(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + norm(x)."""
@@ -71,27 +67,28 @@ class FusedNorm(Described):
         It bypasses torch's dispatcher, which saves host time.
         """
         if self.layer:
-            total = x if added is None else x + added
-            return self._layer_norm(total), total
+            if added is None:
+                return self._layer_norm(x), x
+            return layernorm.add_layernorm.function(added, x, self.weight, self.bias, self.eps)
         if added is None:
             return rmsnorm.rmsnorm.function(x, self.weight, self.eps, self.plus_one), x
         return rmsnorm.add_rmsnorm.function(added, x, self.weight, self.eps, self.plus_one)
 
     def rows_of_sum(
-        self, x: Tensor, added: Tensor | None, scale: Tensor | None, form: torch.dtype
+        self, x: Tensor, added: Tensor | None, scale: Tensor | None, form: torch.dtype, normed: bool = False
     ) -> tuple[QuantizedRows, Tensor]:
         """(norm(s) in 8 bits, s) for s = x + added, or s = x without `added`. scale: a static one, or None. form: a
-        key of `quantize_rows.LARGEST`."""
+        key of `quantize_rows.LARGEST`. normed: give norm(s) in place of s beside it; of LayerNorms alone."""
         if self.layer:
-            normal, total = self.of_sum(x, added)
-            q, held = quantize_rows.quantize_rows.function(normal, scale, form)
+            args = (x, added, self.weight, self.bias, self.eps, scale, form, normed)
+            q, held, total = layernorm.layernorm_rows.function(*args)
         else:
             rows = rmsnorm_rows.rmsnorm_rows.function
             q, held, total = rows(x, added, self.weight, self.eps, self.plus_one, scale, form)
         return QuantizedRows(q, held, x.dtype), total
 
     def _layer_norm(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+        return layernorm.layernorm(x, self.weight, self.bias, self.eps)
 
 
 def reordered(x: Tensor, order: Tensor, norm: FusedNorm | None) -> Tensor:

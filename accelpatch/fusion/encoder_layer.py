@@ -1,0 +1,274 @@
+"""A layer of an encoder as few kernels: q, k and v as one product, residual and norm as one operation.
+
+Activations that go into products of 8 bits are made by the operation before: norm and rows, or activation and rows.
+Attention itself is the one that the model's configuration names. The layer stands where its original stood; it runs
+its modules before its weights are laid out, and for every call that the fused form does not cover.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.fusion.fused_layer import activations_of
+from accelpatch.fusion.fused_weights import concatenated_linear
+from accelpatch.kernels.operation import is_eager, wants_gradient
+from accelpatch.kernels.ops.activation.activated_rows import activated_rows
+from accelpatch.kernels.ops.activation.gated_activation import ACTIVATIONS, gated
+from accelpatch.kernels.ops.activation.gated_rows import gated_rows
+from accelpatch.kernels.ops.activation.quantize_rows import QuantizedRows
+from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
+from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
+from accelpatch.models.encoders import EncoderForm, part_of
+from accelpatch.models.family import PLAIN_ACTIVATIONS
+from accelpatch.modules.norm import positional_names
+from accelpatch.modules.replacement import Replacement, adopt, is_observed
+
+MASK, ROTARY = "attention_mask", "position_embeddings"
+HEAD_SIZES = ("attention_head_size", "head_dim")  # attributes of attention modules, by family
+SCALINGS = ("scaling", "scale")
+ASKS = ("output_attentions", "output_hidden_states")
+#: classes of activations -> names; those of other MLPs besides
+ACTIVATION_CLASSES: Mapping[str, str] = {**PLAIN_ACTIVATIONS, "QuickGELUActivation": "quick_gelu"}
+
+
+@dataclass(frozen=True, eq=False)
+class FusedEncoder:
+    """What a layer computes once its weights are laid out. norms: None for none (ModernBERT's first)."""
+
+    form: EncoderForm
+    qkv: FusedLinear
+    output: FusedLinear
+    up: FusedLinear
+    down: FusedLinear
+    norms: tuple[FusedNorm | None, FusedNorm]
+    activation: str
+    scales: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def __call__(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """The layer on rows x[M, K], contiguous. attend: rows of q, k and v -> rows of attention's output."""
+        first, second = self.norms
+        if self.form.post and first is not None:
+            made = self.output.large_m(attend(self.qkv.large_m(x)))
+            taken, x = self._normed(first, made, x, self.up)
+            return second.of_sum(x, self._mlp(taken))[0]
+        taken = x if first is None else self._normed(first, x, None, self.qkv)[0]
+        made = self._scaled(self.output.large_m(attend(self.qkv.large_m(taken))), 0)
+        taken, x = self._normed(second, made, x, self.up)
+        return x + self._scaled(self._mlp(taken), 1)
+
+    def _normed(self, norm: FusedNorm, x: Tensor, residual: Tensor | None, layer: FusedLinear) -> tuple[Any, Tensor]:
+        """(norm(s) as `layer` takes it, what the next sum takes) for s = x + residual."""
+        form = activations_of(layer)
+        if form is None:
+            y, total = norm.of_sum(x, residual)
+            return y, y if self.form.post else total
+        weight: Any = layer.weight
+        return norm.rows_of_sum(x, residual, weight.input_scale, weight.w.dtype, self.form.post)
+
+    def _mlp(self, taken: Any) -> Tensor:
+        y, form = self.up.large_m(taken), activations_of(self.down)
+        if form is None:
+            return self.down.large_m(gated(y, self.activation) if self.form.gated else ACTIVATIONS[self.activation](y))
+        rows, weight = gated_rows if self.form.gated else activated_rows, cast(Any, self.down.weight)
+        made = rows.function(y, self.activation, weight.input_scale, weight.w.dtype)
+        return self.down.large_m(QuantizedRows(*made, y.dtype))
+
+    def _scaled(self, y: Tensor, place: int) -> Tensor:
+        scale = self.scales[place]
+        return y if scale is None else y * scale
+
+
+class FusedEncoderLayer(Replacement):
+    """The module. wanted: whether it runs fused once its weights are laid out; else why not."""
+
+    transient = ("_fused", "_seen", "_held")
+    form: EncoderForm
+    positional: tuple[str, ...]
+    names: frozenset[str]
+    in_tuple: bool
+    wanted: bool
+    _fused: FusedEncoder | None = None
+    _seen: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
+    _held: tuple[int, ...] = ()
+
+    def lay_out(self) -> None:
+        """Concatenate weights and read the layer; raises CannotFuse where it has no fused form."""
+        self.wanted = False
+        self._fused = read(self, self.form)
+        self._seen = tuple(_children(self))
+        self._held = self._addresses()
+        self.wanted = True
+
+    def run_modules(self) -> None:
+        """Run the original's forward from now on."""
+        self.wanted, self._fused = False, None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether calls that the fused form covers run it."""
+        return self.wanted
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """hidden_states[B, L, K] -> [B, L, K], or a tuple of it, as the original gives it."""
+        given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
+        if not self._covers(hidden_states, given):
+            return super().forward(hidden_states, *args, **kwargs)
+        assert self._fused is not None
+        call = _Attention(self, hidden_states.shape, given)
+        y = self._fused(hidden_states.reshape(-1, hidden_states.shape[-1]), call).view(hidden_states.shape)
+        return (y,) if self.in_tuple else y
+
+    def _covers(self, x: Tensor, given: Mapping[str, Any]) -> bool:
+        if not self.wanted or self.training or not is_eager() or not x.numel():
+            return False
+        if any(given.get(name) for name in ASKS) or wants_gradient((x, *self.parameters())):
+            return False
+        used = {MASK, ROTARY if self.form.rotary else MASK, self.form.bias or MASK}
+        others = (given.get(name) for name in self.names - used)
+        if any(one is not None and one is not False for one in others) or torch.is_autocast_enabled(x.device.type):
+            return False
+        if self._fused is None or self._addresses() != self._held:  # moved, copied or given other weights
+            try:
+                self.lay_out()
+            except CannotFuse:
+                return False
+        return self._intact() and x.dtype == self._dtype()
+
+    def _intact(self) -> bool:
+        same = all(parent._modules.get(name) is child for parent, name, child in self._seen)
+        return same and not is_observed(*(child for _, _, child in self._seen))
+
+    def _dtype(self) -> torch.dtype:
+        assert self._fused is not None
+        return self._fused.norms[1].weight.dtype
+
+    def _addresses(self) -> tuple[int, ...]:
+        """Where the tensors of the linear layers and norms lie."""
+        parts = [part_of(self, name) for name in (*self.form.linears, *self.form.norms)]
+        return tuple(address for part in parts for address in _addresses_of(part))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        self._fused = None
+        return super()._apply(fn, recurse)
+
+
+class _Attention:
+    """Attention of one call, by the interface of the model's configuration."""
+
+    def __init__(self, layer: FusedEncoderLayer, shape: torch.Size, given: Mapping[str, Any]):
+        self._module: Any = part_of(layer, layer.form.attention)
+        self._form, self._shape, self._given = layer.form, shape[:-1], given
+        self._more = {name: one for name, one in given.items() if name not in (*layer.names, MASK)}
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        """Rows of q, k and v[B L, 3 H D] -> rows of the output[B L, H D]."""
+        module, size = self._module, head_size(self._module)
+        q, k, v = (one.transpose(1, 2) for one in qkv.view(*self._shape, 3, -1, size).unbind(2))
+        mask = self._given.get(MASK)
+        if self._form.bias is not None:
+            made = _with_bias(q, k, v, self._given.get(self._form.bias), mask)
+            return made.transpose(1, 2).reshape(len(qkv), -1)
+        functions = vars(sys.modules[_home(module)])
+        if self._form.rotary:
+            q, k = functions["apply_rotary_pos_emb"](q, k, *self._given[ROTARY], unsqueeze_dim=1)
+        more = dict(self._more)
+        if hasattr(module, "sliding_window"):
+            more["sliding_window"] = module.sliding_window
+        if hasattr(module, "deterministic_flash_attn"):
+            more["deterministic"] = module.deterministic_flash_attn
+        eager = functions["eager_attention_forward"]
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
+        made, _ = attend(module, q, k, v, mask, dropout=0.0, scaling=scaling(module), **more)
+        return made.reshape(len(qkv), -1)
+
+
+def _with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor:
+    """Attention with a bias of the scores, as MPNet's module writes it out."""
+    scores = torch.matmul(q, k.transpose(-1, -2)) / q.shape[-1] ** 0.5
+    scores = scores if bias is None else scores + bias
+    scores = scores if mask is None else scores + mask
+    return torch.matmul(functional.softmax(scores, dim=-1), v)
+
+
+def _home(module: Any) -> str:
+    """The name of the Python module in which an attention module's original is defined."""
+    return str(getattr(type(module), "replaced_class", type(module)).__module__)
+
+
+def head_size(module: Any) -> int:
+    """Size of a head of an attention module."""
+    return int(next(getattr(module, name) for name in HEAD_SIZES if hasattr(module, name)))
+
+
+def scaling(module: Any) -> float:
+    """The factor of the scores of an attention module."""
+    held = (getattr(module, name) for name in SCALINGS if hasattr(module, name))
+    return float(next(held, head_size(module) ** -0.5))
+
+
+def made_of(layer: nn.Module, form: EncoderForm) -> FusedEncoderLayer:
+    """The replacement of a layer; it runs the modules until `lay_out`."""
+    new = adopt(FusedEncoderLayer, layer)
+    new.form, new.wanted, new.positional = form, False, positional_names(layer)
+    new.names = frozenset(new.positional)
+    new.in_tuple = ASKS[0] in new.names or form.bias is not None
+    return new
+
+
+def activation_of(layer: Any, form: EncoderForm) -> str | None:
+    """The name of a layer's activation; None for one that is not known."""
+    module = part_of(layer, form.activation)
+    return ACTIVATION_CLASSES.get(type(module).__name__)
+
+
+def read(layer: Any, form: EncoderForm) -> FusedEncoder:
+    """Lay the weights of a layer out. Raises CannotFuse."""
+    activation = activation_of(layer, form)
+    if activation is None:
+        raise CannotFuse(f"its activation is {type(part_of(layer, form.activation)).__name__}")
+    norms = [_norm(part_of(layer, name)) for name in form.norms]
+    last = norms[1]
+    if last is None:
+        raise CannotFuse("it has no norm before its MLP")
+    dtype = last.weight.dtype
+
+    def linear(*names: str) -> FusedLinear:
+        return concatenated_linear([part_of(layer, name) for name in names], dtype)
+
+    scales = tuple(part_of(layer, name) for name in form.scales) or (None, None)
+    return FusedEncoder(
+        form, linear(*form.qkv), linear(form.output), linear(form.up), linear(form.down), (norms[0], last), activation,
+        (scales[0], scales[1]),
+    )  # fmt: skip
+
+
+def _norm(module: Any) -> FusedNorm | None:
+    if isinstance(module, nn.Identity):
+        return None
+    if module.weight is None:
+        raise CannotFuse("a norm has no weight")
+    return FusedNorm(module.weight, module.eps, layer=True, bias=module.bias)
+
+
+def _children(layer: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """(parent, name, child) of all modules in a layer that run nothing of their own, parameters of adapters say."""
+    return [
+        (parent, name, child) for parent in layer.modules() for name, child in parent._modules.items()
+        if child is not None
+    ]  # fmt: skip
+
+
+def _addresses_of(part: Any) -> list[int]:
+    layout = getattr(part, "layout", None)
+    tensors = [] if layout is None else [one for one in layout.arguments() if isinstance(one, Tensor)]
+    own = [part._parameters.get(name) for name in ("weight", "bias")] if layout is None else [part.bias]
+    return [one.data_ptr() for one in (*tensors, *own) if isinstance(one, Tensor)]
