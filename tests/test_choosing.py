@@ -233,11 +233,38 @@ def test_the_table_of_families() -> None:
 
 
 def test_pictures() -> None:
-    """The layers of a text part are replaced, and no step fuses them."""
+    """The layers of a text part are replaced, and no step fuses them; those of the tower are layers of an encoder."""
     report = accelpatch.plan(model_of("gemma3"), "int8", device=KNOWN["sm_90"]).report()
     layers = [one for one in report.sites if one.replacer == "fused_layer"]
-    assert [one.path.rpartition(".")[2] for one in layers] == ["0", "1"]
-    assert not any(one.fused for one in layers)
+    text, tower = ([one for one in layers if ("vision" in one.path) is seen] for seen in (False, True))
+    assert [one.path.rpartition(".")[2] for one in text] == [one.path.rpartition(".")[2] for one in tower] == ["0", "1"]
+    assert not any(one.fused for one in text)
+    assert all(one.fused for one in tower)
+
+
+def encoders() -> list[str]:
+    """The model types that the page names as encoders with fused layers."""
+    return re.findall(
+        r"`([\w-]+)`", TEXTS["choosing.md"].partition("models\nthat see): ")[2].partition(". On a GPU")[0]
+    )
+
+
+@pytest.mark.parametrize("kind", encoders())
+def test_encoders_of_the_page(kind: str) -> None:
+    model = model_of(kind)
+    for recipe, device in (("int8", KNOWN["sm_90"]), ("smoothquant", KNOWN["gfx942"]), ("exact", probe("cpu"))):
+        sites = accelpatch.plan(model if device.kind == "cuda" else model.float(), recipe, device=device).report().sites
+        layers = [one for one in sites if one.replacer == "fused_layer"]
+        assert layers
+        assert all(one.fused for one in layers), layers[0].by_modules
+
+
+@pytest.mark.parametrize("kind", ["deberta", "deberta-v2"])
+def test_encoders_whose_layers_stay(kind: str) -> None:
+    sites = accelpatch.plan(model_of(kind), "int8", device=KNOWN["sm_90"]).report().sites
+    layers = [one for one in sites if one.role == "layer"]
+    assert layers
+    assert all(one.replacer is None and "relative positions" in str(one.reason) for one in layers)
 
 
 @pytest.mark.parametrize("kind", kinds())

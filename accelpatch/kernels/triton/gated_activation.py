@@ -34,6 +34,19 @@ def _activated(x, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def gelu_of_16_bits(x):  # type: ignore[no-untyped-def]
+    """gelu(x) in float32 within 2e-7 |x|, for what is then rounded to 16 bits: a third of the instructions of erf.
+
+    Source: Abramowitz and Stegun 1964, 7.1.26.
+    """
+    z = tl.abs(x) * 0.7071067811865476
+    t = 1.0 / (1.0 + 0.3275911 * z)
+    tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    half = 0.5 * tail * tl.exp(-z * z)  # erfc(z) / 2
+    return x * tl.where(x < 0, half, 1.0 - half)
+
+
+@triton.jit
 def _block(  # type: ignore[no-untyped-def]
     gate, up, y, width, gate_stride, up_stride, CODE: tl.constexpr, DEPENDENT: tl.constexpr, SIZE: tl.constexpr
 ):

@@ -1,6 +1,7 @@
 """GEMMs of 8 bits with a fused epilogue; ops/linear/gemm_w8a8.py (int8, int32 sums) and gemm_fp8.py.
 
-Many rows: tiles of A and B, whose products are the matrix units' own (wgmma on Hopper, which loads them by TMA). Few
+Many rows: tiles of A and B, whose products are the matrix units' own (wgmma on Hopper, which loads them by TMA, and
+where a tile fills an SM a program takes several, one after the other). Few
 rows: the weight's rows are the M dimension of the matrix instruction, K is split where there are too few blocks for the
 GPU, and a second kernel adds the splits' sums and finishes.
 """
@@ -28,11 +29,12 @@ DESCRIPTORS = find_spec("triton.tools.tensor_descriptor") is not None  # since T
 
 Tiles = tuple[tuple[int, Block], ...]
 #: (rows of A from which on it is used, tile), the largest first; measured on Hopper
-TILES = ((1024, Block(128, 256, 128, 8, 4)), (0, Block(64, 128, 128, 4, 4)))
+TILES = ((1024, Block(128, 256, 128, 8, 3)), (0, Block(64, 128, 128, 4, 4)))
 GATED = ((0, Block(128, 128, 128, 8, 4)),)
 #: of 8-bit floats, whose sums take twice the registers where they are added up UNIT_SUMS at a time
 FP8_TILES = ((0, Block(128, 128, 128, 8, 4)),)
 FP8_GATED = ((0, Block(128, 64, 128, 8, 4)),)
+FILLS = 256  # rows of B from which on one tile takes the shared memory of an SM
 UNIT_SUMS = 128  # that Hopper's matrix unit adds up itself, with 14 bits; see gemm_w8a8_kernels.py
 AMD_TILES = ((0, Block(128, 128, 64, 8, 2)),)
 #: rows of A up to which it is used -> tile of a stream of B
@@ -151,7 +153,10 @@ def _by_tiles(a: Tensor, b: Tensor, e: Tensor, epilogue: Epilogue) -> None:
     (m, k), n, batch = a.shape[-2:], b.shape[-2], a.shape[0] if a.dim() == 3 else 1
     tile = _tile(a, m, TILES, FP8_TILES)
     left, right, out, tma = _operands(a, b, e, tile)
-    kernels.tiles[(cdiv(m, tile.tokens) * cdiv(n, tile.rows), batch)](
+    programs = cdiv(m, tile.tokens) * cdiv(n, tile.rows)
+    if tma and tile.rows >= FILLS:
+        programs = min(programs, processors(a.device))
+    kernels.tiles[(programs, batch)](
         left, right, out, e, *epilogue.tensors, *epilogue.numbers, m, n, k, a.stride(-2), b.stride(-2), epilogue.d_row,
         epilogue.d_batch, *epilogue.flags, tma, k % tile.columns == 0, tile.tokens, tile.rows, tile.columns, GROUP,
         *_sums(a), **tile.options(),

@@ -66,10 +66,10 @@ def _rounded(y, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _place(m, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tile of this program: rows of A and rows of B; some tiles of A's rows run together."""
+def _place(tile, m, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first row of A and of B in a tile, by its number; some tiles of A's rows run together."""
     down, across = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
-    group, place = tl.program_id(0) // (GROUP * across), tl.program_id(0) % (GROUP * across)
+    group, place = tile // (GROUP * across), tile % (GROUP * across)
     rows = tl.minimum(down - group * GROUP, GROUP)
     return (group * GROUP + place % rows) * TILE_M, (place // rows) * TILE_N
 
@@ -81,31 +81,36 @@ def tiles(  # type: ignore[no-untyped-def]
     CODE: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, FLOAT: tl.constexpr = 0,
 ):  # fmt: skip
-    batch = tl.program_id(1).to(tl.int64)
-    first_m, first_n = _place(m, n, TILE_M, TILE_N, GROUP)
-    ms, ns, ks = first_m + tl.arange(0, TILE_M), first_n + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
-    if not TMA:
-        a_tile = a + (batch * m + tl.minimum(ms, m - 1))[:, None] * a_row + ks[None, :]
-        b_tile = b + (batch * n + tl.minimum(ns, n - 1))[None, :] * b_row + ks[:, None]
-    c = tl.zeros([TILE_M, TILE_N], tl.float32 if FLOAT else tl.int32)
-    for at in tl.range(0, k, TILE_K):
+    """A program takes every num_programs-th tile; one that has several loads the next while it finishes one."""
+    batch, programs = tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    done = tl.program_id(0) - programs  # counted apart from `tile`, which the loads of the next tile depend on
+    for tile in tl.range(tl.program_id(0), tl.cdiv(m, TILE_M) * tl.cdiv(n, TILE_N), programs, flatten=TMA):
+        first_m, first_n = _place(tile, m, n, TILE_M, TILE_N, GROUP)
+        c = tl.zeros([TILE_M, TILE_N], tl.float32 if FLOAT else tl.int32)
         if TMA:
-            c = _dot(a.load([first_m, at]), b.load([first_n, at]).T, c, FLOAT)
+            for at in tl.range(0, k, TILE_K):
+                c = _dot(a.load([first_m, at]), b.load([first_n, at]).T, c, FLOAT)
         else:
-            x, w = _some(a_tile, at + ks, k, EVEN, True), _some(b_tile, at + ks, k, EVEN, False)
-            c = _dot(x, w, c, FLOAT)
-            a_tile += TILE_K
-            b_tile += TILE_K
-    ms, ns = ms[:, None], ns[None, :]
-    y = _value(
-        c, row_scale, column_scale, d + batch * d_batch, correction, residual + batch * m * n, alpha, beta, ms, ns, m,
-        n, d_row, ROW, COLUMN, D, CORRECTED, RESIDUAL, CODE,
-    )  # fmt: skip
-    y = _rounded(y, e.dtype.element_ty)
-    if TMA:  # a tile's rows as whole lines
-        out.store([first_m, first_n], y)
-    else:
-        tl.store(e + (batch * m + ms) * n + ns, y, mask=(ms < m) & (ns < n))
+            ms, ns, ks = first_m + tl.arange(0, TILE_M), first_n + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
+            a_tile = a + (batch * m + tl.minimum(ms, m - 1))[:, None] * a_row + ks[None, :]
+            b_tile = b + (batch * n + tl.minimum(ns, n - 1))[None, :] * b_row + ks[:, None]
+            for at in tl.range(0, k, TILE_K):
+                x, w = _some(a_tile, at + ks, k, EVEN, True), _some(b_tile, at + ks, k, EVEN, False)
+                c = _dot(x, w, c, FLOAT)
+                a_tile += TILE_K
+                b_tile += TILE_K
+        done += programs
+        first_m, first_n = _place(done, m, n, TILE_M, TILE_N, GROUP)
+        ms, ns = (first_m + tl.arange(0, TILE_M))[:, None], (first_n + tl.arange(0, TILE_N))[None, :]
+        y = _value(
+            c, row_scale, column_scale, d + batch * d_batch, correction, residual + batch * m * n, alpha, beta, ms, ns,
+            m, n, d_row, ROW, COLUMN, D, CORRECTED, RESIDUAL, CODE,
+        )  # fmt: skip
+        y = _rounded(y, e.dtype.element_ty)
+        if TMA:  # a tile's rows as whole lines
+            out.store([first_m, first_n], y)
+        else:
+            tl.store(e + (batch * m + ms) * n + ns, y, mask=(ms < m) & (ns < n))
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -118,7 +123,7 @@ def gated(  # type: ignore[no-untyped-def]
 
     By TMA a tile's rows of gate and up come as one operand, of [2, n, k], and its sums are taken apart behind the loop.
     """
-    first_m, first_n = _place(m, n, TILE_M, TILE_N, GROUP)
+    first_m, first_n = _place(tl.program_id(0), m, n, TILE_M, TILE_N, GROUP)
     ms, ns, ks = first_m + tl.arange(0, TILE_M), first_n + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
     if TMA:
         both = tl.zeros([TILE_M, 2 * TILE_N], tl.float32 if FLOAT else tl.int32)

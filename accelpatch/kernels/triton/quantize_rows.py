@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from accelpatch.kernels.triton.dependent_launch import overlap
-from accelpatch.kernels.triton.gated_activation import CODES, _activated
+from accelpatch.kernels.triton.gated_activation import CODES, _activated, gelu_of_16_bits
 from accelpatch.kernels.triton.launch import dependent, on, warps
 
 _LEAST = tl.constexpr(2.0**-119)
@@ -78,7 +78,10 @@ def _row(  # type: ignore[no-untyped-def]
     at, inside = x + row * x_stride + columns, columns < width
     values = tl.load(at, mask=inside, other=0.0)
     if CODE >= 0:
-        activated = _activated(values.to(tl.float32), CODE).to(values.dtype)
+        if CODE == 1 and values.dtype.primitive_bitwidth == 16:
+            activated = gelu_of_16_bits(values.to(tl.float32)).to(values.dtype)
+        else:
+            activated = _activated(values.to(tl.float32), CODE).to(values.dtype)
         if GATED:
             up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
             activated = (activated.to(tl.float32) * up).to(values.dtype)

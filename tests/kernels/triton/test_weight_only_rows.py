@@ -158,7 +158,10 @@ class TestWays:
         x, w, bias = operands(20, 66, 256, DTYPES[0])
         w = w.to(x.dtype)
         product = FusedLinear(Plain(w), bias)
-        assert torch.equal(bits(product.large_m(x, "silu")), bits(float_linear.by_triton(x, w, bias, gate=True)))
+        gated, due = product.large_m(x, "silu"), float_linear.by_triton(x, w, bias, gate=True)
+        # numpy's exp, which the interpreter takes, has other last bits for other memory layouts on some CPUs
+        apart = 0 if DEVICE.type == "cuda" else 1
+        assert (bits(gated).int() - bits(due).int()).abs().max() <= apart
         assert torch.equal(bits(float_linear.float_linear(x, w, bias)), bits(float_linear.by_triton(x, w, bias)))
 
     @pytest.mark.parametrize("n, k", [(66, 256), (66, 2048)], ids=str)
