@@ -85,7 +85,7 @@ BY_ROWS = {"GATE": False, "BIAS": True, "EVEN": True, "DEPENDENT": False}
 TILED = {"KIND": 2, "GROUP": 128, "GROUPS": 1}
 #: values that share a scale, and such groups in a step of K, for each kind of 4 bits
 GROUPS = ((32, 4), (64, 2), (256, 1), (64, 2), (32, 4), (32, 4))
-FLAGS = {"ROW": True, "COLUMN": True, "D": True, "CORRECTED": False, "RESIDUAL": False, "CODE": -1, "EVEN": True}
+FLAGS = {"ROW": True, "COLUMN": True, "D": 2, "CORRECTED": False, "RESIDUAL": False, "CODE": -1, "EVEN": True}
 TILE = gemm_w8a8.AMD_TILES[0][1]
 
 

@@ -30,6 +30,8 @@ DESCRIPTORS = find_spec("triton.tools.tensor_descriptor") is not None  # since T
 Tiles = tuple[tuple[int, Block], ...]
 #: (rows of A from which on it is used, tile), the largest first; measured on Hopper
 TILES = ((1024, Block(128, 256, 128, 8, 3)), (0, Block(64, 128, 128, 4, 4)))
+#: the same where the epilogue takes more of an SM's shared memory: a matrix behind the sums, or an E of 32 bits
+MORE_BEHIND = ((1024, Block(128, 128, 128, 8, 3)), TILES[1])
 GATED = ((0, Block(128, 128, 128, 8, 4)),)
 #: of 8-bit floats, whose sums take twice the registers where they are added up UNIT_SUMS at a time
 FP8_TILES = ((0, Block(128, 128, 128, 8, 4)),)
@@ -57,6 +59,11 @@ class Epilogue:
     d_row: int
     d_batch: int
 
+    @property
+    def has_matrix(self) -> bool:
+        """Whether a matrix of E's size is read."""
+        return self.d_row > 0 or bool(self.flags[4])
+
 
 def _epilogue(
     e: Tensor, alpha: float, row_scale: Tensor | None, column_scale: Tensor | None, d: Tensor | None, beta: float,
@@ -68,7 +75,9 @@ def _epilogue(
     matrix = d is not None and d.dim() > 1
     code = -1 if activation == "none" else CODES[activation]
     return Epilogue(
-        tuple(e if one is None else one for one in given), (alpha, beta), (*(one is not None for one in given), code),
+        tuple(e if one is None else one for one in given), (alpha, beta),
+        (rows is not None, columns is not None, int(d is not None) + matrix, correction is not None,
+         residual is not None, code),
         e.shape[-1] if matrix else 0, e.shape[-2] * e.shape[-1] if matrix else 0,
     )  # fmt: skip
 
@@ -151,7 +160,8 @@ def _streams() -> Mapping[int, Block]:
 
 def _by_tiles(a: Tensor, b: Tensor, e: Tensor, epilogue: Epilogue) -> None:
     (m, k), n, batch = a.shape[-2:], b.shape[-2], a.shape[0] if a.dim() == 3 else 1
-    tile = _tile(a, m, TILES, FP8_TILES)
+    more = epilogue.has_matrix or e.element_size() > 2
+    tile = _tile(a, m, MORE_BEHIND if more else TILES, FP8_TILES)
     left, right, out, tma = _operands(a, b, e, tile)
     programs = cdiv(m, tile.tokens) * cdiv(n, tile.rows)
     if tma and tile.rows >= FILLS:

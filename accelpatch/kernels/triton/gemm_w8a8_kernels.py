@@ -31,7 +31,8 @@ def _value(  # type: ignore[no-untyped-def]
     ROW: tl.constexpr, COLUMN: tl.constexpr, D: tl.constexpr, CORRECTED: tl.constexpr, RESIDUAL: tl.constexpr,
     CODE: tl.constexpr,
 ):  # fmt: skip
-    """E, in float32, of the sums c at rows ms and columns ns; vectors are read once a row or column."""
+    """E, in float32, of the sums c at rows ms and columns ns; vectors are read once a row or column. D: 1 for a vector,
+    2 for a matrix."""
     inside = (ms < m) & (ns < n)
     if CORRECTED:
         c = c - tl.load(correction + ns, mask=ns < n, other=0)
@@ -41,8 +42,8 @@ def _value(  # type: ignore[no-untyped-def]
     if COLUMN:
         factor = factor * tl.load(column_scale + ns, mask=ns < n, other=0.0)
     y = c.to(tl.float32)
-    if D:
-        if d_row == 0:
+    if D > 0:
+        if D == 1:
             beside = tl.load(d + ns, mask=ns < n, other=0).to(tl.float32) + tl.zeros_like(y)
         else:
             beside = tl.load(d + ms.to(tl.int64) * d_row + ns, mask=inside, other=0).to(tl.float32)
