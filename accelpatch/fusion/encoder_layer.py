@@ -8,6 +8,7 @@ its modules before its weights are laid out, and for every call that the fused f
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_layer import activations_of
 from accelpatch.fusion.fused_weights import concatenated_linear
+from accelpatch.fusion.packed_rows import Packing, present
 from accelpatch.kernels.operation import is_eager, wants_gradient
 from accelpatch.kernels.ops.activation.activated_rows import activated_rows
 from accelpatch.kernels.ops.activation.gated_activation import ACTIVATIONS, gated
@@ -36,6 +38,7 @@ MASK, ROTARY = "attention_mask", "position_embeddings"
 HEAD_SIZES = ("attention_head_size", "head_dim")  # attributes of attention modules, by family
 SCALINGS = ("scaling", "scale")
 ASKS = ("output_attentions", "output_hidden_states")
+_LOCK = threading.RLock()
 #: classes of activations -> names; those of other MLPs besides
 ACTIVATION_CLASSES: Mapping[str, str] = {**PLAIN_ACTIVATIONS, "QuickGELUActivation": "quick_gelu"}
 
@@ -88,25 +91,34 @@ class FusedEncoder:
 
 
 class FusedEncoderLayer(Replacement):
-    """The module. wanted: whether it runs fused once its weights are laid out; else why not."""
+    """The module. wanted: whether it runs fused, once its weights are laid out. positional: names of its forward's
+    arguments after the hidden states; unused: those of them that the fused form does not take."""
 
-    transient = ("_fused", "_seen", "_held")
+    transient = ("_fused", "_seen", "_linears", "_held")
     form: EncoderForm
     positional: tuple[str, ...]
-    names: frozenset[str]
+    unused: frozenset[str]
     in_tuple: bool
     wanted: bool
     _fused: FusedEncoder | None = None
     _seen: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
-    _held: tuple[int, ...] = ()
+    _linears: tuple[Any, ...] = ()
+    _held: tuple[Any, ...] = ()
 
     def lay_out(self) -> None:
         """Concatenate weights and read the layer; raises CannotFuse where it has no fused form."""
-        self.wanted = False
-        self._fused = read(self, self.form)
-        self._seen = tuple(_children(self))
-        self._held = self._addresses()
-        self.wanted = True
+        with _LOCK:  # or two threads would each concatenate what the other reads
+            if self._is_fresh():
+                return
+            try:
+                made = read(self, self.form)
+            except CannotFuse:
+                self.wanted = False
+                raise
+            self._seen = tuple(_children(self))
+            self._linears = tuple(part_of(self, name) for name in (*self.form.linears, *self.form.norms))
+            self._held = tuple(map(_held_by, self._linears))
+            self._fused, self.wanted = made, True
 
     def run_modules(self) -> None:
         """Run the original's forward from now on."""
@@ -117,44 +129,71 @@ class FusedEncoderLayer(Replacement):
         """Whether calls that the fused form covers run it."""
         return self.wanted
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its activations."""
+        assert self._fused is not None
+        return self._fused.norms[1].weight.dtype
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """hidden_states[B, L, K] -> [B, L, K], or a tuple of it, as the original gives it."""
-        given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
-        if not self._covers(hidden_states, given):
-            return super().forward(hidden_states, *args, **kwargs)
-        assert self._fused is not None
-        call = _Attention(self, hidden_states.shape, given)
-        y = self._fused(hidden_states.reshape(-1, hidden_states.shape[-1]), call).view(hidden_states.shape)
+        packing = present()
+        if packing is not None and id(self) in packing.stacks:
+            y = self._packed(hidden_states, packing)
+        else:
+            given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
+            if not self._covers(hidden_states, given):
+                return super().forward(hidden_states, *args, **kwargs)
+            assert self._fused is not None
+            attend = _Attention(self, hidden_states.shape, given)
+            y = self._fused(hidden_states.reshape(-1, hidden_states.shape[-1]), attend).view(hidden_states.shape)
         return (y,) if self.in_tuple else y
 
+    def _packed(self, x: Tensor, packing: Packing) -> Tensor:
+        """The layer on rows without padding; the first of its stack gathers them, the last scatters them."""
+        place, last = packing.stacks[id(self)]
+        module: Any = part_of(self, self.form.attention)
+        size, scale = head_size(module), scaling(module)
+
+        def attend(qkv: Tensor) -> Tensor:
+            q, k, v = qkv.view(len(qkv), 3, -1, size).unbind(1)
+            return packing.attend(q, k, v, scale).reshape(len(qkv), -1)
+
+        assert self._fused is not None
+        y = self._fused(packing.gather(x) if place == 0 else x[0], attend)
+        return packing.scatter(y) if place == last else y[None]
+
     def _covers(self, x: Tensor, given: Mapping[str, Any]) -> bool:
-        if not self.wanted or self.training or not is_eager() or not x.numel():
+        """Whether the fused form computes such a call."""
+        if not x.numel() or any(given.get(name) for name in ASKS):
             return False
-        if any(given.get(name) for name in ASKS) or wants_gradient((x, *self.parameters())):
+        others = (given.get(name) for name in self.unused)
+        if any(one is not None and one is not False for one in others):
             return False
-        used = {MASK, ROTARY if self.form.rotary else MASK, self.form.bias or MASK}
-        others = (given.get(name) for name in self.names - used)
-        if any(one is not None and one is not False for one in others) or torch.is_autocast_enabled(x.device.type):
+        return self.runs_fused(x) and x.dtype == self.dtype
+
+    def runs_fused(self, x: Tensor | None = None) -> bool:
+        """Whether the layer can run fused now, on x."""
+        if not self.wanted or self.training or not is_eager():
             return False
-        if self._fused is None or self._addresses() != self._held:  # moved, copied or given other weights
+        if torch.is_grad_enabled() and wants_gradient((x, *self.parameters())):
+            return False
+        if not self._is_fresh():
             try:
                 self.lay_out()
             except CannotFuse:
                 return False
-        return self._intact() and x.dtype == self._dtype()
+        return self._intact() and not torch.is_autocast_enabled(self._linears[-1].weight.device.type)
+
+    def _is_fresh(self) -> bool:
+        """Whether linear layers and norms have the weights that were laid out."""
+        held, now = self._held, tuple(map(_held_by, self._linears))
+        same = len(held) == len(now) and all(a is b or a == b for a, b in zip(held, now, strict=True))
+        return self._fused is not None and same
 
     def _intact(self) -> bool:
         same = all(parent._modules.get(name) is child for parent, name, child in self._seen)
         return same and not is_observed(*(child for _, _, child in self._seen))
-
-    def _dtype(self) -> torch.dtype:
-        assert self._fused is not None
-        return self._fused.norms[1].weight.dtype
-
-    def _addresses(self) -> tuple[int, ...]:
-        """Where the tensors of the linear layers and norms lie."""
-        parts = [part_of(self, name) for name in (*self.form.linears, *self.form.norms)]
-        return tuple(address for part in parts for address in _addresses_of(part))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         self._fused = None
@@ -167,7 +206,7 @@ class _Attention:
     def __init__(self, layer: FusedEncoderLayer, shape: torch.Size, given: Mapping[str, Any]):
         self._module: Any = part_of(layer, layer.form.attention)
         self._form, self._shape, self._given = layer.form, shape[:-1], given
-        self._more = {name: one for name, one in given.items() if name not in (*layer.names, MASK)}
+        self._more = {name: one for name, one in given.items() if name not in (*layer.positional, MASK)}
 
     def __call__(self, qkv: Tensor) -> Tensor:
         """Rows of q, k and v[B L, 3 H D] -> rows of the output[B L, H D]."""
@@ -219,8 +258,8 @@ def made_of(layer: nn.Module, form: EncoderForm) -> FusedEncoderLayer:
     """The replacement of a layer; it runs the modules until `lay_out`."""
     new = adopt(FusedEncoderLayer, layer)
     new.form, new.wanted, new.positional = form, False, positional_names(layer)
-    new.names = frozenset(new.positional)
-    new.in_tuple = ASKS[0] in new.names or form.bias is not None
+    new.unused = frozenset(new.positional) - {MASK, ROTARY if form.rotary else MASK, form.bias or MASK}
+    new.in_tuple = ASKS[0] in new.positional or form.bias is not None
     return new
 
 
@@ -267,8 +306,8 @@ def _children(layer: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     ]  # fmt: skip
 
 
-def _addresses_of(part: Any) -> list[int]:
-    layout = getattr(part, "layout", None)
-    tensors = [] if layout is None else [one for one in layout.arguments() if isinstance(one, Tensor)]
-    own = [part._parameters.get(name) for name in ("weight", "bias")] if layout is None else [part.bias]
-    return [one.data_ptr() for one in (*tensors, *own) if isinstance(one, Tensor)]
+def _held_by(part: Any) -> Any:
+    """Where a linear layer or norm has its weight: the same object, or equal, as long as that is the same."""
+    if hasattr(part, "own_layout"):
+        return part.layout
+    return tuple(None if one is None else one.data_ptr() for one in map(part._parameters.get, ("weight", "bias")))

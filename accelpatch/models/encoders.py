@@ -26,8 +26,9 @@ class EncoderForm:
     attention: the module that attention's function is given. qkv: linear layers of q, k and v, or one of all. scales:
     of s1 and s2, vectors; () where there are none. gated: `up` holds the gate's columns and then those it multiplies.
     rotary: whether q and k are rotated by the call's position embeddings. bias: name of the argument that is added to
-    the scores of attention, which is written out then. where: dotted name of an attribute -> the value without which
-    the layer has another form.
+    the scores of attention, which is written out then. packs: whether each sequence's attention is over all of its
+    tokens, by what the layer is given alone, so that a batch may run without padding. where: dotted name of an
+    attribute -> the value without which the layer has another form.
     """
 
     attention: str
@@ -42,6 +43,7 @@ class EncoderForm:
     gated: bool = False
     rotary: bool = False
     bias: str | None = None
+    packs: bool = False
     where: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -64,15 +66,16 @@ _PROJ = ("q_proj", "k_proj", "v_proj")
 _BERT = EncoderForm(
     "attention.self", _under("attention.self", *_QKV), "attention.output.dense",
     ("attention.output.LayerNorm", "output.LayerNorm"), "intermediate.dense", "output.dense",
-    "intermediate.intermediate_act_fn", post=True, where={"chunk_size_feed_forward": 0, "is_decoder": False},
+    "intermediate.intermediate_act_fn", post=True, packs=True,
+    where={"chunk_size_feed_forward": 0, "is_decoder": False},
 )  # fmt: skip
 _MPNET = replace(
     _BERT, attention="attention.attn", qkv=_under("attention.attn", "q", "k", "v"), output="attention.attn.o",
-    norms=("attention.LayerNorm", "output.LayerNorm"), bias="position_bias", where={},
+    norms=("attention.LayerNorm", "output.LayerNorm"), bias="position_bias", packs=False, where={},
 )  # fmt: skip
 _DISTILBERT = EncoderForm(
     "attention", _under("attention", "q_lin", "k_lin", "v_lin"), "attention.out_lin",
-    ("sa_layer_norm", "output_layer_norm"), "ffn.lin1", "ffn.lin2", "ffn.activation", post=True,
+    ("sa_layer_norm", "output_layer_norm"), "ffn.lin1", "ffn.lin2", "ffn.activation", post=True, packs=True,
     where={"ffn.chunk_size_feed_forward": 0},
 )  # fmt: skip
 _VIT = EncoderForm(

@@ -54,12 +54,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class Runtime:
-    """How the patched model runs: the values of CACHES, GRAPHS and SPECULATIONS in recipe/schema.py."""
+    """How the patched model runs: the values of CACHES, GRAPHS, SPECULATIONS and PADDINGS in recipe/schema.py."""
 
     cache: str = "auto"
     graph: str = "auto"
     max_length: int | None = None  # the most tokens of a sequence
     speculate: str = "off"
+    padding: str = "remove"  # of batches that encoders take; "keep" computes it
     loss: str = "whole"  # in training; "chunked" holds no more than a part of the logits at once
 
 

@@ -18,6 +18,7 @@ ROLES = (
 CACHES = ("auto", "stock")
 GRAPHS = ("auto", "off")
 SPECULATIONS = ("off", "prompt_lookup")
+PADDINGS = ("remove", "keep")
 LOSSES = ("whole", "chunked")
 METRICS = ("relative_rmse", "max_abs", "cosine")
 FALLBACKS = ("keep", "error")
@@ -266,6 +267,7 @@ READERS: Mapping[str, Mapping[str, Reader]] = {
         "graph": _choice(GRAPHS),
         "max_length": _unless_null(_integer(1)),
         "speculate": _choice(SPECULATIONS),
+        "padding": _choice(PADDINGS),
         "loss": _choice(LOSSES),
     },
     "verify": {

@@ -8,17 +8,22 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Self
 
+from accelpatch.fusion.packed_rows import Packing
+from accelpatch.fusion.padding import Stack, packing_of, stacks_of
 from accelpatch.runtime.code_watch import CodeWatch
 
 
 class ModelRuntime:
     """paths: how calls ran, and how often. unfused: place -> why, of layers that were over their bound at the patch.
-    loss: how training computes it: the model's own way ("whole"), or over chunks of the tokens ("chunked").
+    loss: how training computes it: the model's own way ("whole"), or over chunks of the tokens ("chunked"). padding:
+    whether encoders' layers compute it ("keep") or not ("remove").
 
     A deep copy is made with the same settings and starts without steps; its `paths`, zeroed, are the copied report's.
     """
 
     loss = "whole"
+    padding = "remove"
+    _stacks: list[Stack] | None = None
 
     def __init__(self, *settings: Any) -> None:
         self.paths: Counter[str] = Counter()
@@ -30,10 +35,18 @@ class ModelRuntime:
         made = type(self)(*self._settings)
         made.paths = copy.deepcopy(self.paths, memo)
         made.paths.clear()
-        made.loss = self.loss
+        made.loss, made.padding = self.loss, self.padding
         made.unfused, made.code = self.unfused, copy.deepcopy(self.code, memo)
         made.code.runtime = None if self.code.runtime is None else weakref.ref(made)
         return made
+
+    def packing(self, model: Any, given: Mapping[str, Any]) -> Packing | None:
+        """How the layers of an encoder run such a call without its padding; None where they do not."""
+        if self.padding == "keep":
+            return None
+        if self._stacks is None:
+            self._stacks = stacks_of(model)
+        return packing_of(model, self._stacks, given)
 
     def encoder_outputs(self, part: Any, given: Mapping[str, Any] | None) -> Any:
         """Outputs of a call of a model inside an encoder-decoder, if it is the encoder's and captured; else None."""

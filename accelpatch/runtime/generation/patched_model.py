@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from accelpatch.fusion.cache_name import CACHE, behind_checks
+from accelpatch.fusion.packed_rows import without_padding
 from accelpatch.modules.attention import WEIGHTS
 from accelpatch.modules.attention_settings import originals
 from accelpatch.modules.quantized_module import take_over
@@ -42,20 +43,20 @@ from accelpatch.runtime.graphs.capture import GRAPHS
 from accelpatch.runtime.graphs.runtime import CapturedRuntime
 
 RUNTIME = "_accelpatch_runtime"  # the attribute of a patched model that holds its runtime
+WITHOUT_PADDING = "without padding"
 CACHES = "_prepare_cache_for_generation"  # transformers' method that makes the cache of a call
 
 
 def new_runtime(device_type: str, settings: Any) -> NativeRuntime | CapturedRuntime:
     """The runtime for a torch device type: captured graphs where the device has them, else native CPU steps.
 
-    settings: a recipe's Runtime, or any object with its fields graph, cache, max_length, speculate and
-    loss.
+    settings: a recipe's Runtime, or any object with its fields graph, cache, max_length, speculate, loss and padding.
     """
     if device_type in GRAPHS:
         made: Any = CapturedRuntime(settings.graph, settings.cache, settings.max_length, settings.speculate)
     else:
         made = NativeRuntime()
-    made.loss = settings.loss
+    made.loss, made.padding = settings.loss, settings.padding
     return made
 
 
@@ -208,6 +209,11 @@ def _stepping(cls: Any) -> Any:
             return cls.forward(self, *args, **kwargs)
         with runtime.code:
             given = arguments(cls.forward, args, kwargs)
+            packing = None if given is None else runtime.packing(self, given)
+            if packing is not None:
+                runtime.paths[WITHOUT_PADDING] += 1
+                with all_threads(), without_padding(packing):
+                    return cls.forward(self, *args, **kwargs)
             outputs = None if given is None else runtime.outputs(self, given)
             if outputs is None and runtime.loss == "chunked" and given is not None:
                 with all_threads():
