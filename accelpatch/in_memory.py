@@ -122,6 +122,8 @@ def patch(
             data=data, tokenizer=tokenizer, resume=resume,
         )  # fmt: skip
         carry_out(model, request)
+    if not hasattr(given, apply.HANDLE):
+        handle_of(given).show_on(given)
     return given
 
 

@@ -22,7 +22,18 @@ from accelpatch.modules.replacement import is_observed
 
 KEPT = 0.9  # the largest share of a batch's places that are tokens with which padding is removed
 LEAST = {"cuda": 8192, "cpu": 0}  # rows of a padded batch from which on; fewer take a GPU less time than their launches
-NAMES = frozenset({"input_ids", "inputs_embeds", MASK, "token_type_ids", "position_ids", "labels", "return_dict"})
+NAMES = frozenset(
+    {
+        "input_ids",
+        "inputs_embeds",
+        MASK,
+        "token_type_ids",
+        "position_ids",
+        "labels",
+        "num_items_in_batch",
+        "return_dict",
+    }
+)
 HALVES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256  # of torch's flash attention
 

@@ -114,6 +114,12 @@ class Handle:
         self.changes.insert(0, change)  # the last one's owner is the model
         change.apply()
 
+    def show_on(self, wrapper: nn.Module) -> None:
+        """Let a module around the model have the handle too, until the model is unpatched."""
+        change = Change(wrapper, HANDLE, Absent, self)
+        self.changes.insert(0, change)  # the last one's owner is the model
+        change.apply()
+
     def revert(self) -> None:
         """Undo every change, in reverse order."""
         for change in reversed(self.changes):

@@ -89,9 +89,17 @@ def _adapted(modules: Iterable[nn.Module]) -> dict[int, list[str]]:
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside a PeftModel; any other model itself."""
-    inside = any(cls.__name__ == "PeftModel" and cls.__module__.startswith("peft.") for cls in type(model).__mro__)
-    return model.get_base_model() if inside else model
+    """The transformers model inside a PeftModel, or inside a model of sentence-transformers that has one; any other
+    model itself."""
+    classes = type(model).__mro__
+    if any(cls.__name__ == "PeftModel" and cls.__module__.startswith("peft.") for cls in classes):
+        return model.get_base_model()
+    if any(cls.__module__.startswith("sentence_transformers.") for cls in classes):
+        inside = [one for one in model.modules() if any(cls.__name__ == "PreTrainedModel" for cls in type(one).__mro__)]
+        within = {id(part) for one in inside for part in one.modules() if part is not one}
+        outermost = [one for one in inside if id(one) not in within]
+        return outermost[0] if len(outermost) == 1 else model
+    return model
 
 
 def wrapped(module: nn.Module | None) -> nn.Module | None:
