@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels import dispatch
+from accelpatch.kernels import dispatch, regions
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.cpu.native_library import (
     ACTIVATIONS,
@@ -149,8 +149,22 @@ class DecodeStep(Described):
         of positions[b].
         """
         logits = torch.empty(tokens.shape[0], self.head.n, **PLAIN) if out is None else out
-        self._run([tokens, slots, starts, positions], 0, len(self.layers), None, logits)
+        places = [tokens, slots, starts, positions]
+        if regions.recorder is not None:
+            self._run_in_regions(regions.recorder, places, logits)
+        else:
+            self._run(places, 0, len(self.layers), None, logits)
         return logits
+
+    def _run_in_regions(self, recorder: regions.Recorder, places: list[Tensor], logits: Tensor) -> None:
+        """The same step layer by layer, each one call, so that its time is known. The first begins with the embedding,
+        and the last goes on to the head."""
+        hidden, last = torch.empty(len(logits), self.shape.hidden, **PLAIN), len(self.layers) - 1
+        for place in range(last):
+            with recorder.part(f"layer {place}"):
+                self._run(places, place, place + 1, hidden, None)
+        with recorder.part(f"layer {last} and head"):
+            self._run(places, last, last + 1, hidden, logits)
 
     def part(
         self, tokens: Tensor, slots: Tensor, starts: Tensor, positions: Tensor, layers: range, hidden: Tensor

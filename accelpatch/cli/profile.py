@@ -1,0 +1,137 @@
+"""``accelpatch profile``: where the time of a token goes, and what limits each kernel."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from accelpatch.errors import AccelpatchError
+
+from . import console, options
+from . import prompt as prompts
+from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, RecipeOption
+
+if TYPE_CHECKING:
+    from accelpatch.profiling.run import Profile
+
+commands = typer.Typer(help="Show where the time of a token goes, and what limits each kernel.", no_args_is_help=True)
+PAGE, ORIGINAL, PATCHED = "profile.html", "original", "patched"
+PromptOption = Annotated[int, typer.Option("--prompt-tokens", min=1, help="Length of the prompt in tokens.")]
+NewOption = Annotated[int, typer.Option("--new-tokens", min=4, help="Tokens to generate; most are looked at.")]
+BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Sequences generated at once.")]
+RandomOption = Annotated[
+    bool, typer.Option("--random-weights", help="Build the model with random weights; load no checkpoint.")
+]
+
+
+@commands.callback()
+def profile() -> None:
+    """Show where the time of a token goes, and what limits each kernel."""
+
+
+@commands.command("trace")
+def trace(
+    model: options.ModelArgument = options.DEFAULT_MODEL,
+    recipe: RecipeOption = options.DEFAULT_RECIPE,
+    compare: Annotated[bool, typer.Option("--compare", help="Record the original too, and show both.")] = False,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", file_okay=False, help="Folder for the page and the traces.")
+    ] = Path("profile"),
+    prompt_tokens: PromptOption = 32,
+    new_tokens: NewOption = 16,
+    batch: BatchOption = 1,
+    random_weights: RandomOption = False,
+    verify: options.VerifyOption = "auto",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    plugin: PluginOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Record MODEL's generate(): a trace for Perfetto, and a page with times by kernel, by operation and by layer."""
+    from accelpatch.checkpoints import target
+
+    target.check_folder(out)
+    network, shape = _opened(model, recipe, plugin, (prompt_tokens, new_tokens, batch), random_weights, dtype, device)
+    from accelpatch.profiling.page import page
+
+    sides: list[tuple[str, Profile]] = []
+    if compare:
+        sides.append((ORIGINAL, _recorded(network, shape, ORIGINAL)))
+    options.patch(network, recipe=recipe, verify=verify)
+    sides.append((PATCHED, _recorded(network, shape, f"{PATCHED} model")))
+    sides = [(name if name == ORIGINAL else f"{PATCHED}, {recipe}", one) for name, one in sides]
+    out.mkdir(parents=True, exist_ok=True)
+    files = {name.partition(",")[0]: out / f"{name.partition(',')[0]}.json" for name, _ in sides}
+    for (_, one), file in zip(sides, files.values(), strict=True):
+        one.write(file)
+    setting = _setting(network, shape)
+    (out / PAGE).write_text(page(model, setting, [(name, one.summary) for name, one in sides]), encoding="utf-8")
+    document: dict[str, Any] = {"model": model, "recipe": recipe, "setting": setting, "page": str(out / PAGE)}
+    document |= {"traces": {name: str(file) for name, file in files.items()}}
+    found = {name.partition(",")[0]: one.summary.to_dict() for name, one in sides}
+    console.print_result(json, document | found, _facts(document, sides))
+
+
+def _opened(
+    model: str, recipe: str, plugin: list[Path] | None, sizes: tuple[int, int, int], random_weights: bool, dtype: str,
+    device: str,
+) -> tuple[Any, Any]:  # fmt: skip
+    """The original model and the Shape. sizes: tokens of the prompt, new tokens, batch."""
+    from accelpatch.models import precheck
+
+    prompt, new, batch = sizes
+    limit = precheck.context_length(options.check_original(model, fetched=not random_weights))
+    if limit is not None and prompt + new > limit:
+        raise AccelpatchError(f"--prompt-tokens and --new-tokens are {prompt + new}, more than the context of {limit}")
+    options.prepare(recipe, plugin)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read once, by torch: its profiler prints when it begins and ends
+    from accelpatch import api
+    from accelpatch.bench.generate import Shape
+
+    if random_weights:
+        network = api.random_model(model, dtype=dtype, device=options.torch_device(device))
+    else:
+        network = options.open_model(model, dtype, device).model
+    prompts.check_fits(network, prompt, new)
+    return network, Shape(batch, prompt, new)
+
+
+def _recorded(network: Any, shape: Any, name: str) -> Profile:
+    from accelpatch.profiling.run import record
+
+    return record(network, shape, progress=lambda said: console.note(f"{name}: {said}"))
+
+
+def _setting(network: Any, shape: Any) -> str:
+    import torch
+
+    from accelpatch.device import probe
+
+    one = next(network.parameters())
+    threads = f", {torch.get_num_threads()} threads" if one.device.type == "cpu" else ""
+    return (
+        f"{probe(one.device).name}{threads}, {str(one.dtype).removeprefix('torch.')}, torch {torch.__version__}; batch "
+        f"{shape.batch}, {shape.prompt} prompt tokens, {shape.new} new tokens; times are of one decode step"
+    )
+
+
+def _facts(document: dict[str, Any], sides: list[tuple[str, Profile]]) -> list[tuple[str, str]]:
+    facts = [("setting", document["setting"])]
+    for name, profiled in sides:
+        one = profiled.summary
+        waits = f", waits {one.waited:,.0f}" if one.device != "cpu" else ""
+        facts.append((
+            name,
+            f"{one.unprofiled:,.0f} us a step; recorded {one.recorded:,.0f} us ({one.cost:+.1%}): ran {one.busy:,.0f}, "
+            f"gaps {one.gaps:,.0f}{waits}; {one.launches:,.0f} launches a token, {one.named:.0%} of "
+            f"{one.kernels:,.0f} named",
+        ))  # fmt: skip
+        facts += [
+            ("", f"{row.microseconds:>10,.0f} us  {row.share:>6.1%}  {row.name[:80]}") for row in one.by_operation[:6]
+        ]
+    facts += [("page", document["page"])]
+    facts += [("trace", f"{file} (open it at https://ui.perfetto.dev)") for file in document["traces"].values()]
+    return facts
