@@ -71,8 +71,8 @@ def trace(
     (out / PAGE).write_text(page(model, setting, [(name, one.summary) for name, one in sides]), encoding="utf-8")
     document: dict[str, Any] = {"model": model, "recipe": recipe, "setting": setting, "page": str(out / PAGE)}
     document |= {"traces": {name: str(file) for name, file in files.items()}}
-    found = {name.partition(",")[0]: one.summary.to_dict() for name, one in sides}
-    console.print_result(json, document | found, _facts(document, sides))
+    document |= {name.partition(",")[0]: one.summary.to_dict() for name, one in sides}
+    console.print_result(json, document, _facts(document, sides))
 
 
 def _opened(
@@ -135,3 +135,45 @@ def _facts(document: dict[str, Any], sides: list[tuple[str, Profile]]) -> list[t
     facts += [("page", document["page"])]
     facts += [("trace", f"{file} (open it at https://ui.perfetto.dev)") for file in document["traces"].values()]
     return facts
+
+
+@commands.command("roofline")
+def roofline(
+    model: options.ModelArgument = options.DEFAULT_MODEL,
+    recipe: RecipeOption = options.DEFAULT_RECIPE,
+    prompt_tokens: PromptOption = 32,
+    new_tokens: NewOption = 16,
+    batch: BatchOption = 1,
+    random_weights: RandomOption = False,
+    verify: options.VerifyOption = "auto",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Also draw it, such as roofline.png.")
+    ] = None,
+    plugin: PluginOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show every operation of a decode step of MODEL: bytes, time, and shares of the read limit and of the peak."""
+    from accelpatch.bench import plot as plots
+    from accelpatch.checkpoints import target
+
+    if plot:
+        plots.check(plot)
+        target.check_file(plot)
+    network, shape = _opened(model, recipe, plugin, (prompt_tokens, new_tokens, batch), random_weights, dtype, device)
+    from accelpatch.bench.read_limit import read_limit
+    from accelpatch.profiling import roofline as rooflines
+
+    one = next(network.parameters())
+    limit, most = read_limit(one.device), rooflines.peak(one.dtype, one.device)
+    options.patch(network, recipe=recipe, verify=verify)
+    found = rooflines.roofline(_recorded(network, shape, "patched model"), limit, most, one.dtype)
+    title = f"{model}, recipe {recipe}: {_setting(network, shape)}"
+    if json:
+        console.print_json({"model": model, "recipe": recipe, "setting": _setting(network, shape)} | found.to_dict())
+    else:
+        print(f"{title}\n\n{rooflines.text(found)}")
+    if plot:
+        rooflines.draw(found, title.replace("; ", "\n"), plot)
+        console.note(f"drawn: {plot}")

@@ -57,7 +57,7 @@ def _facts(sides: Sequence[tuple[str, Summary]]) -> str:
         *([("kernels waited for the one before", [f"{one.waited:,.0f} us" for _, one in sides])] if gpu else []),
         (_launches_of(gpu), [f"{one.launches:,.0f}" for _, one in sides]),
         ("kernels a token" if gpu else "operations a token", [f"{one.kernels:,.0f}" for _, one in sides]),
-        ("with the name of an operation or layer", [f"{one.named:.1%}" for _, one in sides]),
+        *([("with the name of a layer or operation", [f"{one.named:.1%}" for _, one in sides])] if gpu else []),
     ]  # fmt: skip
     return _table(["", *(name for name, _ in sides)], [[escape(name), *cells] for name, cells in rows])
 
@@ -111,7 +111,10 @@ def _layers(sides: Sequence[tuple[str, Summary]]) -> str:
     for name in names:
         cells = [_name(name)]
         for place, one in enumerate(known):
-            time = one[name].microseconds if name in one else 0.0
+            if name not in one:
+                cells.append("")
+                continue
+            time = one[name].microseconds
             colour = "second" if place else "first"
             bar = f'<span class="bar {colour}" style="width:{220 * time / most:.0f}px"></span>'
             cells.append(f"{bar} {time:,.1f}")

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,8 +29,8 @@ SIZES = ("N", "K", "E", "I")
 
 @dataclass(frozen=True)
 class Region:
-    """part: "layer 3", "head", or "" outside of any. operation: of dispatch.TABLE with its sizes, a module's name, or
-    "". work: None where it is none of dispatch.TABLE."""
+    """part: "layer 3", "head", or "" outside of any. operation: of dispatch.TABLE with its sizes, and a number from the
+    second of a part on; a module's name, or "". work: None where it is none of dispatch.TABLE."""
 
     part: str
     operation: str
@@ -52,6 +52,7 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.parts: list[str] = []
         self.open: list[str] = []
+        self.times: list[dict[str, int]] = [{}]  # of each part: operation -> how often it ran, for names that differ
         self.thread = threading.get_native_id()
 
 
@@ -73,15 +74,23 @@ class RegionRecorder(Recorder):
     def operation(self, op: str, spec: Callable[..., Spec], args: Sequence[Any]) -> AbstractContextManager[None]:
         """As of regions.Recorder."""
         part = self.local.parts[-1] if self.local.parts else ""
+        times = self.local.times[-1] if part else {}
         key = (part, op, *(one.shape if isinstance(one, Tensor) else id(one) for one in args[:3]))
-        region = self._known.get(key)
-        if region is None:
-            made = work(op, spec, args, self.context)
-            sizes = " x ".join(str(made.sizes[name]) for name in SIZES if name in made.sizes)
-            rows = made.sizes.get("M", made.sizes.get("B", 1))
-            said = " ".join(filter(None, (op, sizes, f"of {rows} rows" if rows > 1 else "")))
-            region = self._known[key] = Region(part, said, made)
+        region = self._known.get(key) or self._known.setdefault(key, self._region(part, op, spec, args))
+        times[region.operation] = number = times.get(region.operation, 0) + 1
+        if number > 1:
+            again = (key, number)
+            region = self._known.get(again) or self._known.setdefault(
+                again, replace(region, operation=f"{region.operation}, {number}")
+            )
         return self._within(region)
+
+    def _region(self, part: str, op: str, spec: Callable[..., Spec], args: Sequence[Any]) -> Region:
+        made = work(op, spec, args, self.context)
+        sizes = " x ".join(str(made.sizes[name]) for name in SIZES if name in made.sizes)
+        rows = made.sizes.get("M", made.sizes.get("B", 1))
+        said = " ".join(filter(None, (op, made.what, sizes, f"of {rows} rows" if rows > 1 else "")))
+        return Region(part, said, made)
 
     def part(self, name: str) -> AbstractContextManager[None]:
         """As of regions.Recorder. Within a layer it is one of its modules."""
@@ -124,6 +133,7 @@ class _Open(AbstractContextManager[None]):
     def __enter__(self) -> None:
         local = self._to.local
         if self._part is not None:
+            local.times.append(local.times[-1] if self._part in local.parts else {})
             local.parts.append(self._part)
         if self._region.work is not None:
             self._to.composed.update(local.open)
@@ -142,6 +152,7 @@ class _Open(AbstractContextManager[None]):
             local.open.pop()
         if self._part is not None:
             local.parts.pop()
+            local.times.pop()
 
 
 @contextmanager

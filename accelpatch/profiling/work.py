@@ -23,11 +23,13 @@ EMBEDDINGS = ("int8_embedding", "block_embedding", "packed_embedding")
 
 @dataclass(frozen=True)
 class Work:
-    """bytes, operations: of one run. sizes: of the Spec, such as M, N and K; {} where it has none."""
+    """bytes, operations: of one run. sizes: of the Spec, such as M, N and K; {} where it has none. what: which part of
+    a larger operation it is."""
 
     bytes: int
     operations: int
     sizes: Mapping[str, int]
+    what: str = ""
 
 
 def work(op: str, spec: Callable[..., Spec], args: Sequence[Any], context: int) -> Work:
@@ -69,7 +71,7 @@ def _of_experts(tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> Work:
 
 def _of_native(step: DecodeStep, first: int, last: int, rows: int, context: int) -> Work:
     """Of some layers of a native step, with embedding and head where they are part of them."""
-    read = flop = 0
+    read, flop, what = 0, 0, "of a layer"
     for place in range(first, last):
         layer = step.layers[place]
         if layer is None:
@@ -81,7 +83,8 @@ def _of_native(step: DecodeStep, first: int, last: int, rows: int, context: int)
         flop += rows * (sum(2 * pack.n * pack.k for pack in layer.linears.values()) + 4 * query * seen)
     if last == len(step.layers):
         read, flop = read + step.head.nbytes, flop + 2 * rows * step.head.n * step.head.k
-    return Work(read, flop, {"B": rows})
+        what = "of a layer and the head"
+    return Work(read, flop, {"B": rows}, what)
 
 
 def _tensors(value: Any, depth: int = DEPTH) -> Iterator[Tensor]:
