@@ -10,7 +10,7 @@ import typer
 
 from accelpatch.errors import AccelpatchError
 
-from . import console, options
+from . import console, options, profile_files
 from . import prompt as prompts
 from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, RecipeOption
 
@@ -177,3 +177,6 @@ def roofline(
     if plot:
         rooflines.draw(found, title.replace("; ", "\n"), plot)
         console.note(f"drawn: {plot}")
+
+
+commands.command("kernels")(profile_files.kernels)
