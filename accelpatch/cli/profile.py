@@ -180,3 +180,4 @@ def roofline(
 
 
 commands.command("kernels")(profile_files.kernels)
+commands.command("counters")(profile_files.counters)
