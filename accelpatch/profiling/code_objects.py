@@ -209,6 +209,7 @@ def _bundled(data: bytes) -> Iterator[bytes]:
 
 
 def _of_code_object(path: Path, data: bytes) -> list[Kernel]:
+    _check_whole(data)
     note = next(words for kind, words in binary._notes(data) if kind == binary.AMD_NOTE)
     facts: Any = msgpack.unpack(note)
     arch = _arch(facts["amdhsa.target"].split(":")[0])
@@ -216,6 +217,15 @@ def _of_code_object(path: Path, data: bytes) -> list[Kernel]:
     counts = isa.of_amd(said)
     made = [_of_metadata(path, arch, one, counts) for one in facts["amdhsa.kernels"]]
     return [replace(one, notes=(*one.notes, why)) if why else one for one in made]
+
+
+def _check_whole(data: bytes) -> None:
+    """Raise ValueError for no ELF file, or one cut off: the table of its sections is at its end."""
+    if not data.startswith(binary.ELF):
+        raise ValueError("it is no ELF file")
+    (start,), (count,) = struct.unpack_from("<Q", data, 40), struct.unpack_from("<H", data, 60)
+    if start + 64 * count > len(data):
+        raise ValueError("its sections go beyond its end")
 
 
 def _disassembled(path: Path) -> tuple[str, str]:
@@ -263,6 +273,7 @@ def counts_of_cubin(path: Path) -> tuple[dict[str, Counts], str]:
 
 
 def _of_cubin(path: Path, data: bytes) -> list[Kernel]:
+    _check_whole(data)
     arch, tool = binary._of_cubin(data).arch, cuobjdump()
     if tool is None:
         raise AccelpatchError(

@@ -1,4 +1,4 @@
-"""Results of counters' tools, written here as their documents describe them; the tools are stand-ins that write them."""
+"""Results of counters' tools, written here as their documents describe them; the tools are stand-ins."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_what_a_terminal_would_act_on_is_not_printed(tmp_path: Path) -> None:
 
 def test_databases_of_other_versions(tmp_path: Path) -> None:
     sqlite3.connect(tmp_path / "empty.db").execute("CREATE TABLE rocpd_op (id)").connection.close()
-    with pytest.raises(AccelpatchError, match="no view `kernels`.*`rocpd convert`"):
+    with pytest.raises(AccelpatchError, match=r"no view `kernels`.*`rocpd convert`"):
         counters.read(tmp_path / "empty.db")
     other = database(tmp_path / "other.db", [("gemv", 0, 1)], "CREATE VIEW kernel_pmc_events AS SELECT 1 AS thing")
     with pytest.raises(AccelpatchError, match="view `kernel_pmc_events` has the columns thing"):
@@ -212,7 +212,7 @@ def test_perfetto(tmp_path: Path) -> None:
     _, (left_out,) = counters.read(path)
     assert "cut off or damaged after 1 kernels" in left_out
     path.write_bytes(PERFETTO[:30])
-    with pytest.raises(AccelpatchError, match="no Perfetto trace with kernels: .*cut off"):
+    with pytest.raises(AccelpatchError, match=r"no Perfetto trace with kernels: .*cut off"):
         counters.read(path)
 
 
