@@ -83,7 +83,8 @@ def _recorded(
         if gpu and RUNTIME in vars(model):
             progress("capturing it again, to name the kernels of graphs")
             _forget_graphs(model)
-            programs = trace.captured(trace.complete(_events(model, ids, shape, regions)), regions.regions)
+            first = _events(model, ids, shape, regions, times=2)  # a prompt is captured at its second use
+            programs = trace.captured(trace.complete(first), regions.regions)
         else:
             generate(model, ids, 2)  # the first run in regions is slower
             regions.noted.clear()
@@ -105,14 +106,17 @@ def _forget_graphs(model: nn.Module) -> None:
         runtime.close()  # type: ignore[union-attr]
 
 
-def _events(model: nn.Module, ids: Tensor, shape: Shape, regions: RegionRecorder) -> list[dict[str, Any]]:
-    """The events of a recorded generate(), regions among them."""
+def _events(
+    model: nn.Module, ids: Tensor, shape: Shape, regions: RegionRecorder, times: int = 1
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The events of recorded calls of generate(), regions among them."""
     gpu = ids.device.type == "cuda"
     activities = [ProfilerActivity.CPU] if regions.by_profiler else []
     with profile(activities=[*activities, *([ProfilerActivity.CUDA] if gpu else [])]) as done:
         begun = time.time_ns()
         synchronize(ids.device)
-        generate(model, ids, shape.new)
+        for _ in range(times):
+            generate(model, ids, shape.new)
         synchronize(ids.device)
     with tempfile.TemporaryDirectory(prefix="accelpatch-trace-") as folder:
         path = Path(folder) / "trace.json"

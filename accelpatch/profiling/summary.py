@@ -74,11 +74,14 @@ def steps_of(records: Sequence[Record]) -> list[list[Record]]:
     The first step is left out, as it is the prompt, and so is what follows the last beginning. Raises AccelpatchError
     where there are fewer than two steps, as for a model whose layers are not known.
     """
-    first = min((int(found[1]) for one in records if (found := LAYER.match(one.part))), default=None)
-    begins = [
-        place for place, one in enumerate(records)
-        if _layer(one) == first and first is not None and (place == 0 or _layer(records[place - 1]) != first)
-    ]  # fmt: skip
+    layers = [_layer(one) for one in records]
+    known = sorted({one for one in layers if one is not None})
+    begins, before = list[int](), None
+    for place, layer in enumerate(layers):
+        if known and layer == known[0] and before != layer:
+            begins.append(place)
+        if layer is not None or len(known) == 1:  # a kernel without a name inside of a layer begins nothing
+            before = layer
     steps = [list(records[begin:end]) for begin, end in pairwise(begins)][1:]
     if not steps:
         raise AccelpatchError("no decode steps can be seen in the trace: ask for more --new-tokens, 4 or more")

@@ -47,8 +47,9 @@ def work(op: str, spec: Callable[..., Spec], args: Sequence[Any], context: int) 
     if "E" in sizes and "I" in sizes:
         return _of_experts(tensors, sizes)
     flop = 2 * sizes["M"] * sizes["N"] * sizes["K"] * sizes.get("B", 1) if {"M", "N", "K"} <= set(sizes) else 0
-    if {"H", "M", "N", "D"} <= set(sizes):
-        flop = 4 * sizes.get("B", 1) * sizes["H"] * sizes["M"] * sizes["N"] * sizes["D"]
+    queries, keys = sizes.get("M", sizes.get("L", 0)), sizes.get("N", sizes.get("S", 0))
+    if {"B", "H", "D"} <= set(sizes):
+        flop = 4 * sizes["B"] * sizes["H"] * queries * keys * sizes["D"]
     return Work(read, flop, sizes)
 
 
