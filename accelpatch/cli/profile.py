@@ -111,7 +111,8 @@ def _setting(network: Any, shape: Any) -> str:
     from accelpatch.device import probe
 
     one = next(network.parameters())
-    threads = f", {torch.get_num_threads()} threads" if one.device.type == "cpu" else ""
+    count = torch.get_num_threads()
+    threads = f", {count} thread{'s' * (count > 1)}" if one.device.type == "cpu" else ""
     return (
         f"{probe(one.device).name}{threads}, {str(one.dtype).removeprefix('torch.')}, torch {torch.__version__}; batch "
         f"{shape.batch}, {shape.prompt} prompt tokens, {shape.new} new tokens; times are of one decode step"

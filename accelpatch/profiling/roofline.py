@@ -149,7 +149,7 @@ def draw(found: Roofline, title: str, path: Path) -> None:
         axes.scatter([one.intensity], [rate], s=30 + 500 * one.microseconds / longest, color="#d1495b", alpha=0.55)
     for one in known[:8]:
         rate = one.operations / one.microseconds / 1e3
-        axes.annotate(one.operation[:40], (one.intensity, rate), (8, -4), textcoords="offset points", fontsize=8)
+        axes.annotate(one.operation[:40], (one.intensity, rate), (16, -4), textcoords="offset points", fontsize=8)
     axes.set(xscale="log", yscale="log", xlabel="FLOP a byte", ylabel="GFLOP/s")
     axes.set_title(
         f"{title}\nread {found.read_limit / 1e9:,.0f} GB/s, peak {found.peak / 1e9:,.0f} GFLOP/s; area: time of a step",
