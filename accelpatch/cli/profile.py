@@ -10,7 +10,7 @@ import typer
 
 from accelpatch.errors import AccelpatchError
 
-from . import console, options, profile_files
+from . import console, options, profile_counters, profile_files
 from . import prompt as prompts
 from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, RecipeOption
 
@@ -55,24 +55,29 @@ def trace(
 
     target.check_folder(out)
     network, shape = _opened(model, recipe, plugin, (prompt_tokens, new_tokens, batch), random_weights, dtype, device)
-    from accelpatch.profiling.page import page
-
     sides: list[tuple[str, Profile]] = []
     if compare:
         sides.append((ORIGINAL, _recorded(network, shape, ORIGINAL)))
     options.patch(network, recipe=recipe, verify=verify)
-    sides.append((PATCHED, _recorded(network, shape, f"{PATCHED} model")))
-    sides = [(name if name == ORIGINAL else f"{PATCHED}, {recipe}", one) for name, one in sides]
-    out.mkdir(parents=True, exist_ok=True)
-    files = {name.partition(",")[0]: out / f"{name.partition(',')[0]}.json" for name, _ in sides}
-    for (_, one), file in zip(sides, files.values(), strict=True):
-        one.write(file)
-    setting = _setting(network, shape)
-    (out / PAGE).write_text(page(model, setting, [(name, one.summary) for name, one in sides]), encoding="utf-8")
-    document: dict[str, Any] = {"model": model, "recipe": recipe, "setting": setting, "page": str(out / PAGE)}
-    document |= {"traces": {name: str(file) for name, file in files.items()}}
-    document |= {name.partition(",")[0]: one.summary.to_dict() for name, one in sides}
+    sides.append((f"{PATCHED}, {recipe}", _recorded(network, shape, f"{PATCHED} model")))
+    document = {"model": model, "recipe": recipe, "setting": _setting(network, shape)}
+    document |= _write(out, document, sides)
     console.print_result(json, document, _facts(document, sides))
+
+
+def _write(out: Path, document: dict[str, Any], sides: list[tuple[str, Profile]]) -> dict[str, Any]:
+    """Write page and traces; returns where they are, and the figures."""
+    from accelpatch.profiling.page import page
+
+    out.mkdir(parents=True, exist_ok=True)
+    summaries = [(name, one.summary) for name, one in sides]
+    (out / PAGE).write_text(page(document["model"], document["setting"], summaries), encoding="utf-8")
+    traces, figures = dict[str, str](), dict[str, Any]()
+    for name, one in sides:
+        side = name.partition(",")[0]
+        one.write(out / f"{side}.json")
+        traces[side], figures[side] = str(out / f"{side}.json"), one.summary.to_dict()
+    return {"page": str(out / PAGE), "traces": traces, **figures}
 
 
 def _opened(
@@ -181,4 +186,4 @@ def roofline(
 
 
 commands.command("kernels")(profile_files.kernels)
-commands.command("counters")(profile_files.counters)
+commands.command("counters")(profile_counters.counters)

@@ -1,8 +1,7 @@
-"""``accelpatch profile kernels`` and ``counters``: what limits compiled kernels, and what hardware counted of them."""
+"""``accelpatch profile kernels``: what limits compiled kernels, ours and a user's."""
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +14,6 @@ from .options import JsonOption
 
 if TYPE_CHECKING:
     from accelpatch.profiling.code_objects import Kernel
-    from accelpatch.profiling.counters import KernelCounters
-    from accelpatch.profiling.tools import Ran
 
 LEGEND = (
     "registers: vector registers a lane. spills: vector+scalar. scratch: bytes a lane. shared: bytes a block. waves:\n"
@@ -56,14 +53,7 @@ def kernels(
         raise AccelpatchError("name files of compiled kernels, or an arch for accelpatch's own, such as --arch gfx942")
     if files and (arch or library):
         raise typer.BadParameter("goes without FILE: a file says its own arch", param_hint="--arch, --library")
-    from accelpatch.profiling import code_objects, own_kernels
-
-    found, left = list["Kernel"](), list[str]()
-    for file in files or []:
-        more, skipped = code_objects.read(file)
-        found, left = found + more, left + skipped
-    if not files:
-        found = own_kernels.own(build.device_of(str(arch)), library)
+    found, left = _read(files or [], arch, library)
     if json:
         console.print_json({"kernels": [one.to_dict() for one in found], "left_out": left})
     else:
@@ -72,6 +62,19 @@ def kernels(
         console.warning(f"left out: {line}")
     if not found:
         raise typer.Exit(1)
+
+
+def _read(files: list[Path], arch: str | None, library: str | None) -> tuple[list[Kernel], list[str]]:
+    """The kernels of files, or our own, and what was left out."""
+    from accelpatch.profiling import code_objects, own_kernels
+
+    if not files:
+        return own_kernels.own(build.device_of(str(arch)), library), []
+    found, left = list["Kernel"](), list[str]()
+    for file in files:
+        more, skipped = code_objects.read(file)
+        found, left = found + more, left + skipped
+    return found, left
 
 
 def _print(found: list[Kernel]) -> None:
@@ -123,65 +126,3 @@ def _print_table(arch: str, json: bool) -> None:
         console.print_json([{"registers": count, "waves": number} for count, number in found])
         return
     print(table([("registers up to", "waves"), *((str(count), str(number)) for count, number in found)]))
-
-
-def counters(
-    files: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[FILE]...", help="Results to read: rocpd's .db, .csv, .pftrace, .json, or a folder."),
-    ] = None,
-    run: Annotated[
-        str | None, typer.Option("--run", metavar="COMMAND", help="Run this program under a tool, and read the result.")
-    ] = None,
-    tool: Annotated[
-        str, typer.Option("--tool", metavar="NAME", help="rocprofv3, rocprof-compute or ncu; auto: what is here.")
-    ] = "auto",
-    names: Annotated[
-        str | None, typer.Option("--counters", metavar="A,B,...", help="The tool's counters; default: a few.")
-    ] = None,
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", file_okay=False, help="Folder for what the tool writes.")
-    ] = Path("counters"),
-    json: JsonOption = False,
-) -> None:
-    """Show hardware counters of kernels, recorded by AMD's or NVIDIA's tools now (--run) or before (FILE)."""
-    from accelpatch.profiling import counters as reading
-
-    if bool(files) == bool(run):
-        raise typer.BadParameter("give files to read, or a program to run: --run 'python script.py'", param_hint="FILE")
-    said = list[str]()
-    if run:
-        ran = _ran(run, tool, names, out)
-        said, files = list(ran.said), [ran.folder]
-    found, left = list["KernelCounters"](), list[str]()
-    for file in files or []:
-        try:
-            more, skipped = reading.read(file)
-        except AccelpatchError:
-            if not said:
-                raise
-            continue  # nothing was recorded, for the reason that is said
-        found, left = found + more, left + skipped
-    if json:
-        console.print_json({"kernels": [one.to_dict() for one in found], "left_out": left, "notes": said})
-    elif found:
-        print(reading.text(found))
-    for line in [*said, *(f"left out: {one}" for one in left)]:
-        console.warning(line)
-
-
-def _ran(run: str, tool: str, names: str | None, out: Path) -> Ran:
-    from accelpatch.checkpoints import target
-    from accelpatch.profiling import tools
-
-    target.check_folder(out)
-    target.check_empty(out)
-    try:
-        program = shlex.split(run)
-    except ValueError as error:
-        raise typer.BadParameter(f"{run!r} is no command: {error}", param_hint="--run") from None
-    if not program:
-        raise typer.BadParameter("it is empty", param_hint="--run")
-    wanted = tools.chosen(tool)
-    asked = tuple(filter(None, (names or "").split(","))) or tools.DEFAULTS[wanted]
-    return tools.run(wanted, program, out, asked, console.note)
