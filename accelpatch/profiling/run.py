@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,6 +25,7 @@ from accelpatch.runtime.generation.patched_model import RUNTIME
 
 SECONDS = 20.0  # of the measurement without recording
 REPEATS, TIMED = 3, 64  # of so many tokens at least: a few take no longer than what a prompt varies by
+WAITS = 5  # for the GPU, which the trace and this process see: their clocks are compared by them
 ENOUGH = 0.5  # of the kernels: fewer names are a fault of the clocks
 
 
@@ -113,8 +115,7 @@ def _events(
     gpu = ids.device.type == "cuda"
     activities = [ProfilerActivity.CPU] if regions.by_profiler else []
     with profile(activities=[*activities, *([ProfilerActivity.CUDA] if gpu else [])]) as done:
-        begun = time.time_ns()
-        synchronize(ids.device)
+        waits = [_waited(ids.device) for _ in range(WAITS)]
         for _ in range(times):
             generate(model, ids, shape.new)
         synchronize(ids.device)
@@ -122,4 +123,11 @@ def _events(
         path = Path(folder) / "trace.json"
         done.export_chrome_trace(str(path))
         events, base = trace.read(path), trace.base_time(path)
-    return events + regions.events(trace.clock_offset(trace.complete(events), base, begun))
+    return events + regions.events(trace.clock_offset(trace.complete(events), base, waits))
+
+
+def _waited(device: torch.device) -> tuple[int, int]:
+    """When waiting for a GPU began and ended, by time.time_ns()."""
+    begun = time.time_ns()
+    synchronize(device)
+    return begun, time.time_ns()

@@ -71,15 +71,22 @@ def _document(path: Path) -> Any:
         ) from error
 
 
-def clock_offset(events: Iterable[Mapping[str, Any]], base: int, begun: int) -> int:
+def clock_offset(events: Iterable[Mapping[str, Any]], base: int, waits: Sequence[tuple[int, int]]) -> int:
     """Nanoseconds of a trace's clock less those of time.time_ns().
 
-    base: nanoseconds that the trace counts from, by its own word, which drivers keep to some microseconds. begun: when
-    this process began to wait for the GPU, which the trace shows.
+    base: nanoseconds that the trace counts from, by its own word, which drivers keep to some microseconds. waits: when
+    this process called for the GPU to be waited for, and when it had been; the trace shows those calls, and the one
+    that Python enclosed most closely says the difference best.
     """
-    seen = [one["ts"] for one in events if one.get("cat") in ON_HOST and "DeviceSync" in str(one.get("name"))]
-    found = [int(at * 1e3) - begun for at in seen]
-    return min(found, key=lambda offset: abs(offset + base), default=-base)
+    seen = [one for one in events if one.get("cat") in ON_HOST and "DeviceSync" in str(one.get("name"))]
+    found = list[tuple[float, float]]()  # nanoseconds that are unsure, the offset
+    for begun, ended in waits:
+        if not seen:
+            break
+        one = min(seen, key=lambda event: abs(event["ts"] * 1e3 - begun + base))
+        at, end = one["ts"] * 1e3, (one["ts"] + one["dur"]) * 1e3
+        found.append((abs((ended - begun) - (end - at)), (at - begun + end - ended) / 2))
+    return int(min(found)[1]) if found else -base
 
 
 def complete(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

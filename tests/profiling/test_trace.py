@@ -169,10 +169,14 @@ def test_times_of_kernels_that_overlap_add_up_to_their_union() -> None:
     ]  # fmt: skip
 
 
-def test_the_clock_of_a_trace_is_found_by_a_wait_that_it_shows() -> None:
-    events = [{"cat": "cuda_runtime", "name": "cudaDeviceSynchronize", "ts": at} for at in (100.0, 5000.0)]
-    assert trace.clock_offset(events, 1_000_000, 1_090_000) == -990_000
-    assert trace.clock_offset([], 1_000_000, 1_090_000) == -1_000_000
+def test_the_clock_of_a_trace_is_found_by_waits_that_it_shows() -> None:
+    """The closest pair is the second: 10 us in the trace, 12 in the process, so that each end is 1 us off."""
+    events = [
+        {"cat": "cuda_runtime", "name": "cudaDeviceSynchronize", "ts": at, "dur": 10.0} for at in (100.0, 150.0, 5000.0)
+    ]
+    waits = [(1_060_000, 1_110_000), (1_149_000, 1_161_000)]
+    assert trace.clock_offset(events, 1_001_000, waits) == -1_000_000
+    assert trace.clock_offset([], 1_001_000, waits) == -1_001_000
 
 
 def test_regions_noted_without_torchs_profile_of_the_cpu() -> None:
