@@ -125,6 +125,8 @@ def _setting(network: Any, shape: Any) -> str:
 
 
 def _facts(document: dict[str, Any], sides: list[tuple[str, Profile]]) -> list[tuple[str, str]]:
+    from accelpatch.profiling.counters import plain
+
     facts = [("setting", document["setting"])]
     for name, profiled in sides:
         one = profiled.summary
@@ -136,7 +138,8 @@ def _facts(document: dict[str, Any], sides: list[tuple[str, Profile]]) -> list[t
             f"{one.kernels:,.0f} named",
         ))  # fmt: skip
         facts += [
-            ("", f"{row.microseconds:>10,.0f} us  {row.share:>6.1%}  {row.name[:80]}") for row in one.by_operation[:6]
+            ("", f"{row.microseconds:>10,.0f} us  {row.share:>6.1%}  {plain(row.name, 80)}")
+            for row in one.by_operation[:6]
         ]
     facts += [("page", document["page"])]
     facts += [("trace", f"{file} (open it at https://ui.perfetto.dev)") for file in document["traces"].values()]

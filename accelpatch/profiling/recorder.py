@@ -6,7 +6,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,7 +58,7 @@ class _Local(threading.local):
 
 
 class RegionRecorder(Recorder):
-    """The regions of a run by their names. composed: names of operations that ran other ones: their work is those'.
+    """The regions of a run by their names.
 
     context: tokens in the cache in the middle of what is recorded. by_profiler: mark them in torch's profile of the
     CPU; else `noted` has them as (thread, begin, end, name), which costs less: torch then need not record the CPU.
@@ -66,7 +67,7 @@ class RegionRecorder(Recorder):
     def __init__(self, context: int, by_profiler: bool = True):
         self.context, self.by_profiler = context, by_profiler
         self.regions: dict[str, Region] = {}
-        self.composed: set[str] = set()
+        self._inside: dict[str, set[str]] = defaultdict(set)  # operation -> those that ran within it
         self._known: dict[Any, Region] = {}
         self.local = _Local()
         self.noted: list[tuple[int, int, int, str]] = []
@@ -103,6 +104,18 @@ class RegionRecorder(Recorder):
         """As of regions.Recorder."""
         return self._within(Region("", PROGRAM))
 
+    def note_inside(self, outer: str, inner: str) -> None:
+        """Note that an operation ran within another."""
+        self._inside[outer].add(inner)
+
+    @property
+    def composed(self) -> frozenset[str]:
+        """Names of operations whose work is that of others inside of them: most of what they read is theirs."""
+        return frozenset(name for name, inner in self._inside.items() if 2 * self._read(inner) > self._read([name]))
+
+    def _read(self, names: Iterable[str]) -> int:
+        return sum(one.bytes for name in names if (one := self.regions[name].work) is not None)
+
     def events(self, offset: int) -> list[dict[str, Any]]:
         """What was noted in its own clock, as events of a trace, and forget it. offset: nanoseconds of the trace's time
         less those of time.time_ns()."""
@@ -136,7 +149,8 @@ class _Open(AbstractContextManager[None]):
             local.times.append(local.times[-1] if self._part in local.parts else {})
             local.parts.append(self._part)
         if self._region.work is not None:
-            self._to.composed.update(local.open)
+            for outer in local.open:
+                self._to.note_inside(outer, self._region.name)
             local.open.append(self._region.name)
         self._begin = time.time_ns()
         if self._mark is not None:

@@ -65,7 +65,7 @@ def record(
             made = _recorded(model, ids, shape, mode, progress)
     return Profile(
         summary(made.records, 1.0 / figures.steps_per_second, device.type), trace.with_names(made.events, made.records),
-        made.records, made.to.regions, frozenset(made.to.composed),
+        made.records, made.to.regions, made.to.composed,
     )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def _events(
     with tempfile.TemporaryDirectory(prefix="accelpatch-trace-") as folder:
         path = Path(folder) / "trace.json"
         done.export_chrome_trace(str(path))
-        events, base = trace.read(path), trace.base_time(path)
+        events, base = trace.read_timed(path)
     return events + regions.events(trace.clock_offset(trace.complete(events), base, waits))
 
 

@@ -84,7 +84,10 @@ def steps_of(records: Sequence[Record]) -> list[list[Record]]:
             before = layer
     steps = [list(records[begin:end]) for begin, end in pairwise(begins)][1:]
     if not steps:
-        raise AccelpatchError("no decode steps can be seen in the trace: ask for more --new-tokens, 4 or more")
+        raise AccelpatchError(
+            "no decode steps can be seen in the trace: ask for more --new-tokens; a model whose layers lie in no "
+            "nn.ModuleList cannot be shown"
+        )
     return steps
 
 

@@ -47,17 +47,17 @@ class Record:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The events of a trace file in Chrome's JSON format. Raises AccelpatchError for any other and one cut off."""
+    return read_timed(path)[0]
+
+
+def read_timed(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The events, and the nanoseconds since 1970 that their times count from; 0 where the file does not say."""
     document = _document(path)
     events = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(events, list) or not all(isinstance(one, dict) for one in events):
         raise AccelpatchError(f"{path} has no list of traceEvents: it is no trace of torch's profiler")
-    return events
-
-
-def base_time(path: Path) -> int:
-    """Nanoseconds since 1970 that a trace file's times count from; 0 where it does not say."""
-    document = _document(path)
-    return int(document.get("baseTimeNanoseconds", 0)) if isinstance(document, dict) else 0
+    base = document.get("baseTimeNanoseconds", 0) if isinstance(document, dict) else 0
+    return events, base if isinstance(base, int) else 0
 
 
 def _document(path: Path) -> Any:

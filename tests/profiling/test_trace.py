@@ -18,8 +18,9 @@ from accelpatch.errors import AccelpatchError
 from accelpatch.kernels import regions
 from accelpatch.profiling import summary as summaries
 from accelpatch.profiling import trace
-from accelpatch.profiling.recorder import PROGRAM, Region, recording
+from accelpatch.profiling.recorder import PROGRAM, Region, RegionRecorder, recording
 from accelpatch.profiling.trace import Record
+from accelpatch.profiling.work import Work
 from accelpatch.runtime.graphs import capture
 from accelpatch.runtime.graphs.capture import EagerGraph
 from tests.cli.conftest import Cli, byte_tokenizer, cli, save_model  # noqa: F401
@@ -197,6 +198,16 @@ def test_an_operation_that_runs_twice_in_a_layer_has_two_names(model: str) -> No
         network(torch.ones(1, 4, dtype=torch.int64))
     assert {"layer 0: rmsnorm 64 of 4 rows", "layer 0: rmsnorm 64 of 4 rows, 2"} <= first
     assert set(recorder.regions) == first
+
+
+def test_work_counts_where_it_is_done() -> None:
+    """An operation that runs others is theirs where they read what it reads, and its own where they do little."""
+    recorder = RegionRecorder(1)
+    for name, read in {"outer": 100, "linear": 90, "gated": 90, "activation": 10}.items():
+        recorder.regions[name] = Region("", name, Work(read, 0, {}))
+    recorder.note_inside("outer", "linear")
+    recorder.note_inside("gated", "activation")
+    assert recorder.composed == {"outer"}
 
 
 def test_one_recording_at_a_time() -> None:
