@@ -21,6 +21,7 @@ from accelpatch.kernels.regions import Recorder
 from accelpatch.kernels.spec import Spec
 from accelpatch.modules.replacement import OWN_HOOK
 from accelpatch.profiling.work import Work, work
+from accelpatch.runtime.generation.patched_model import RUNTIME
 
 PROGRAM = "captured program"
 OUTSIDE = "outside of the layers"
@@ -178,7 +179,8 @@ def recording(model: nn.Module, context: int, by_profiler: bool = True) -> Itera
     if regions.recorder is not None:
         raise AccelpatchError("another profile is being recorded in this process: wait for its end")
     made = RegionRecorder(context, by_profiler)
-    hooks = [hook for module, name in _marked(model) for hook in _hooks(made, module, name)]
+    whole = [(model, "model")] if RUNTIME not in vars(model) else []  # a patched one would leave its fast loop for it
+    hooks = [hook for module, name in [*whole, *_marked(model)] for hook in _hooks(made, module, name)]
     regions.recorder = made
     try:
         yield made
@@ -197,8 +199,11 @@ def _marked(model: nn.Module) -> list[tuple[nn.Module, str]]:
     layers = next((one for one in reversed(stacks) if len(one) == largest), nn.ModuleList())
     found = [(layer, f"layer {place}") for place, layer in enumerate(layers)]
     found += [(child, name) for layer in layers for name, child in layer.named_children()]
-    outside = (one for one in model.named_modules() if id(one[1]) not in inner and not list(one[1].children()))
-    return found + [(module, name.rpartition(".")[2] or "model") for name, module in outside]
+    outside = [
+        one for one in model.named_modules()
+        if id(one[1]) not in inner and one[1] is not model and not list(one[1].children())
+    ]  # fmt: skip
+    return found + [(module, name.rpartition(".")[2]) for name, module in outside]
 
 
 def _hooks(to: RegionRecorder, module: nn.Module, name: str) -> list[Any]:

@@ -26,7 +26,7 @@ from accelpatch.runtime.generation.patched_model import RUNTIME
 SECONDS = 20.0  # of the measurement without recording
 REPEATS, TIMED = 3, 64  # of so many tokens at least: a few take no longer than what a prompt varies by
 WAITS = 5  # for the GPU, which the trace and this process see: their clocks are compared by them
-ENOUGH = 0.5  # of the kernels: fewer names are a fault of the clocks
+ENOUGH = 0.9  # of the kernels: fewer names are a fault of the clocks
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,18 @@ def record(
     Raises AccelpatchError where another profile is being recorded, or where there are too few tokens.
     """
     device = next(model.parameters()).device
-    ids = prompt_ids(model.config.get_text_config(decoder=True).vocab_size, shape).to(device)  # type: ignore[operator, union-attr]
+    config: Any = model.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+    ids = prompt_ids(config.vocab_size, shape).to(device)
     progress("timing it without recording")
-    longer = replace(shape, new=max(shape.new, TIMED))
+    room = getattr(config, "max_position_embeddings", None) or shape.prompt + TIMED
+    longer = replace(shape, new=max(shape.new, min(TIMED, room - shape.prompt)))
     figures = measure_generate(model, longer, repeats=repeats, seconds=SECONDS)
     modes = (False, True) if device.type == "cuda" else (True,)
     made = _recorded(model, ids, shape, modes[0], progress)
     for mode in modes[1:]:
         if _named(made.records) < ENOUGH:  # the clocks of this driver cannot be compared
             progress("recording again, with the CPU's operations")
-            made = _recorded(model, ids, shape, mode, progress)
+            made = max(made, _recorded(model, ids, shape, mode, progress), key=lambda one: _named(one.records))
     return Profile(
         summary(made.records, 1.0 / figures.steps_per_second, device.type), trace.with_names(made.events, made.records),
         made.records, made.to.regions, made.to.composed,

@@ -72,7 +72,7 @@ def _of_experts(tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> Work:
 
 def _of_native(step: DecodeStep, first: int, last: int, rows: int, context: int) -> Work:
     """Of some layers of a native step, with embedding and head where they are part of them."""
-    read, flop, what = 0, 0, "of a layer"
+    read, flop, what = 0, 0, "of a layer" if first < last else "of the embedding"
     for place in range(first, last):
         layer = step.layers[place]
         if layer is None:
@@ -84,7 +84,7 @@ def _of_native(step: DecodeStep, first: int, last: int, rows: int, context: int)
         flop += rows * (sum(2 * pack.n * pack.k for pack in layer.linears.values()) + 4 * query * seen)
     if last == len(step.layers):
         read, flop = read + step.head.nbytes, flop + 2 * rows * step.head.n * step.head.k
-        what = "of a layer and the head"
+        what = "of a layer and the head" if first < last else "of the head"
     return Work(read, flop, {"B": rows}, what)
 
 

@@ -16,8 +16,8 @@ import accelpatch
 from accelpatch.bench.generate import Shape, generate, prompt_ids
 from accelpatch.errors import AccelpatchError
 from accelpatch.kernels import regions
+from accelpatch.profiling import run, trace
 from accelpatch.profiling import summary as summaries
-from accelpatch.profiling import trace
 from accelpatch.profiling.recorder import PROGRAM, Region, RegionRecorder, recording
 from accelpatch.profiling.trace import Record
 from accelpatch.profiling.work import Work
@@ -67,6 +67,18 @@ def test_the_native_step_computes_the_same_in_regions(model: str) -> None:
     assert [one.part for one in steps] == ["layer 0", "layer 1 and head"]
     assert network.accelpatch.report().paths["native step"] == 14  # of both calls: hooks of ours change no path
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in network.modules())
+
+
+@pytest.mark.parametrize("name", ["smollm3", "qwen3_moe", "gpt2"])
+def test_models_whose_steps_are_modules_in_part(name: str) -> None:
+    """Of a native step between modules too each layer has its time."""
+    model = accelpatch.patch(CAUSAL[name].make(), "int8", verify=False)
+    ids = prompt_ids(60, Shape(1, 8, 8))
+    plain = generate(model, ids, 8)
+    profile = run.record(model, Shape(1, 8, 8), repeats=1)
+    assert torch.equal(plain, generate(model, ids, 8))
+    assert profile.summary.steps == 6
+    assert [row.name.removesuffix(" and head") for row in profile.summary.by_layer[:2]] == ["layer 0", "layer 1"]
 
 
 class Replayed(EagerGraph):
