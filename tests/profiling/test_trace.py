@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,24 @@ def test_the_clock_of_a_trace_is_found_by_waits_that_it_shows() -> None:
     waits = [(1_060_000, 1_110_000), (1_149_000, 1_161_000)]
     assert trace.clock_offset(events, 1_001_000, waits) == -1_000_000
     assert trace.clock_offset([], 1_001_000, waits) == -1_001_000
+
+
+def test_the_own_clock_gives_the_names_that_torchs_marks_give(model: str, tmp_path: Path) -> None:
+    network = accelpatch.load(model, device="cpu").model
+    found = []
+    for by_profiler in (True, False):
+        with recording(network, 12, by_profiler) as recorder:
+            generate(network, prompt_ids(260, Shape(1, 8, 6)), 2)
+            recorder.noted.clear()
+            with profile(activities=[ProfilerActivity.CPU]) as done:
+                generate(network, prompt_ids(260, Shape(1, 8, 6)), 6)
+        done.export_chrome_trace(str(tmp_path / "trace.json"))
+        events, base = trace.read_timed(tmp_path / "trace.json")
+        whole = trace.complete(events) + recorder.events(-base)
+        found.append(Counter((one.part, one.operation) for one in trace.host_operations(whole, recorder.regions)))
+    marks, noted = found
+    assert sum(marks.values()) > 500
+    assert sum(((marks - noted) + (noted - marks)).values()) <= 0.02 * sum(marks.values())
 
 
 def test_regions_noted_without_torchs_profile_of_the_cpu() -> None:
