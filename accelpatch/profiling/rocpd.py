@@ -32,6 +32,9 @@ NAME, COUNTER, VALUE = ("name", "kernel_name"), ("pmc_name", "counter_name"), ("
 def read(path: Path) -> list[DispatchRecord]:
     """The runs of kernels in a database, and their counters. Raises AccelpatchError for one that is cut off, that is no
     database, or whose views are others."""
+    log = path.with_name(f"{path.name}-wal")
+    if log.is_file() and log.stat().st_size:
+        raise AccelpatchError(f"{path} is still being written, as {log.name} beside it says: let the program end first")
     until = time.monotonic() + SECONDS
     try:
         address = f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1"

@@ -160,6 +160,13 @@ def test_databases_of_other_versions(tmp_path: Path) -> None:
         counters.read(tmp_path / "cut.db")
 
 
+def test_a_database_that_is_still_written(tmp_path: Path) -> None:
+    path = database(tmp_path / "x.db", [("gemv", 0, 1)])
+    (tmp_path / "x.db-wal").write_bytes(b"pages")
+    with pytest.raises(AccelpatchError, match="still being written"):
+        counters.read(path)
+
+
 def test_a_view_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelpatch.profiling.rocpd.SECONDS", 0.2)
     base = sqlite3.connect(tmp_path / "x.db")

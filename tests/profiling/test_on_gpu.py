@@ -96,5 +96,6 @@ def test_the_roofline_of_the_step(profiles: dict[str, Any]) -> None:
     planned = profiles["model"].accelpatch.report().token_bytes[1]
     assert read == pytest.approx(planned, rel=0.1)
     linear = [one for one in found.points if one.operation.startswith("fused_linear ")]
-    assert linear
-    assert all(0.4 < one.read_share < 1.1 for one in linear)
+    share = sum(one.bytes for one in linear) / sum(one.microseconds for one in linear) * 1e6 / found.read_limit
+    print(f"linear layers: {share:.0%} of the read limit")
+    assert 0.5 < share < 1.15  # a kernel prefetches weights while the one before it still runs
