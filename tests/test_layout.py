@@ -41,6 +41,11 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "checkpoints": ("replacers patching modules quant models recipe report device errors", "transformers safetensors"),
     "bench": ("kernels runtime report device errors", "matplotlib"),  # matplotlib: plots, an optional package
     "tuning": ("kernels bench runtime report device cache errors", ""),
+    # modules.replacement: the mark of hooks that change nothing, so that a patched model goes on with its fast paths
+    "profiling": (
+        "kernels bench runtime modules.replacement report device cache errors",
+        "matplotlib",
+    ),
     "parallel": ("kernels models.family patching device report errors", "accelerate"),
     "calibration": ("errors recipe quant models patching replacers checkpoints", ""),
     "jit": ("cache device errors", "numpy"),
@@ -70,7 +75,7 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "cli": (
         # cache: lists and clears it; checkpoints: inspect, and where results go
         "api bench kernels.compiling models.catalog models.precheck checkpoints.inspection checkpoints.target tuning "
-        "recipe report device errors cache progress training.configuration training.folder training.prepare",
+        "profiling recipe report device errors cache progress training.configuration training.folder training.prepare",
         "typer rich jinja2",  # jinja2: what a chat template raises
     ),
     "__init__": (  # the public names, resolved when first asked for

@@ -26,6 +26,7 @@ from . import (
     inspect,
     merge,
     plan,
+    profile,
     quantize,
     recipes,
     run,
@@ -97,6 +98,6 @@ for command in (
 ):  # fmt: skip
     app.command("eval" if command is eval.evaluate else command.__name__)(command)
 app.command(bench_kernel.NAME)(bench_kernel.bench_kernel)
-for name, group in {"recipes": recipes, "tune": tune, "cache": cache}.items():
+for name, group in {"recipes": recipes, "tune": tune, "profile": profile, "cache": cache}.items():
     app.add_typer(group.commands, name=name)
 app.command("exec", cls=exec.ScriptCommand, context_settings=exec.CONTEXT)(exec.execute)

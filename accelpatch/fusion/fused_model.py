@@ -22,6 +22,7 @@ from accelpatch.fusion.fused_layer import FusedLayer
 from accelpatch.fusion.signals import SentinelBuffers
 from accelpatch.fusion.spread import ByModule, Sentinels, Spread, is_offloaded
 from accelpatch.fusion.static_call import PromptCall, StepCall
+from accelpatch.kernels import regions
 from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS, MAX_ROWS
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
@@ -99,6 +100,7 @@ class FusedModel:
         x = self.begin(tokens, positions)
         return self.logits(*self.run(x, StepCall(self.decoder(), cache, positions, slot, mask)))
 
+    @regions.within("embedding")
     def begin(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Begin a step of tokens[B] or [B, T] at positions[B, T]: the first layer's input [B T, K]."""
         here = self.sentinels if self.spread is None else self.sentinels.on(self.spread.first)
@@ -109,6 +111,7 @@ class FusedModel:
             decoder.rotary_emb(x, positions)
         return x
 
+    @regions.within("embedding")
     def embedded(self, ids: Tensor, positions: Tensor, drafts: bool = False) -> Tensor:
         """Embeddings [M, K] of the M ids at so many positions, the first layer's input."""
         if self.spread is not None:
@@ -164,14 +167,15 @@ class FusedModel:
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         for place in places:
             layer = None if place in watched else self.layers[place]
-            if pending is not None and (layer is None or seen is not None):
-                x, pending = x + pending, None
-            if seen is not None:
-                seen.append(x)
-            if layer is None:
-                x = call.by_module(x, place)
-            else:
-                x, pending = call.form(layer)(x, pending, call, place)
+            with regions.layer(place):
+                if pending is not None and (layer is None or seen is not None):
+                    x, pending = x + pending, None
+                if seen is not None:
+                    seen.append(x)
+                if layer is None:
+                    x = call.by_module(x, place)
+                else:
+                    x, pending = call.form(layer)(x, pending, call, place)
         return x, pending
 
     def forget(self) -> None:
@@ -209,6 +213,7 @@ class FusedModel:
     def _at_the_head(self, x: Tensor) -> Tensor:
         return x if self.spread is None else x.to(self.spread.last)
 
+    @regions.within("head")
     def logits(self, x: Tensor, pending: Tensor | None = None) -> Tensor:
         """Logits [M, V] of the rows x + pending, what `run` returns."""
         x = self._at_the_head(x)

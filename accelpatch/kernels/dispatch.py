@@ -18,7 +18,7 @@ import torch
 
 from accelpatch.device import Device, probe
 from accelpatch.errors import CompileError, KernelError
-from accelpatch.kernels import added, choice, uncompiled
+from accelpatch.kernels import added, choice, regions, uncompiled
 from accelpatch.kernels.arguments import FLOATS
 from accelpatch.kernels.spec import Described, Implementation, Kernel, Result, Spec, in_precision
 
@@ -204,6 +204,8 @@ def _run(op: str, spec: Callable[..., Spec], device: torch.device, args: Sequenc
         return _run_watched(op, spec, device, args, facts, _local.watch)
     key, implementation = _chosen(op, spec, device, args, facts)
     calls[key] += 1
+    if regions.recorder is not None:
+        return regions.run(regions.recorder, op, spec, args, implementation.run)
     return implementation.run(*args)
 
 

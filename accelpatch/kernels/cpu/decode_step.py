@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels import dispatch
+from accelpatch.kernels import dispatch, regions
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.cpu.native_library import (
     ACTIVATIONS,
@@ -149,7 +149,7 @@ class DecodeStep(Described):
         of positions[b].
         """
         logits = torch.empty(tokens.shape[0], self.head.n, **PLAIN) if out is None else out
-        self._run([tokens, slots, starts, positions], 0, len(self.layers), None, logits)
+        self._run_layers([tokens, slots, starts, positions], range(len(self.layers)), None, logits)
         return logits
 
     def part(
@@ -165,8 +165,23 @@ class DecodeStep(Described):
             raise KernelError(f"hidden is float32 [{tokens.shape[0]}, {self.shape.hidden}], not {list(hidden.shape)}")
         last = layers.stop == len(self.layers)
         logits = torch.empty(tokens.shape[0], self.head.n, **PLAIN) if last else None
-        self._run([tokens, slots, starts, positions], layers.start, layers.stop, hidden, logits)
+        self._run_layers([tokens, slots, starts, positions], layers, hidden, logits)
         return logits
+
+    def _run_layers(self, places: list[Tensor], layers: range, hidden: Tensor | None, logits: Tensor | None) -> None:
+        """Some layers as one call; while a profile is recorded one call each, so that their times are known. The first
+        begins with the embedding, and the last goes on to the head."""
+        if regions.recorder is None:
+            return self._run(places, layers.start, layers.stop, hidden, logits)
+        hidden = torch.empty(len(places[0]), self.shape.hidden, **PLAIN) if hidden is None else hidden
+        end = len(self.layers)
+        for place in layers:
+            with regions.recorder.part(f"layer {place} and head" if place + 1 == end else f"layer {place}"):
+                self._run(places, place, place + 1, hidden, logits if place + 1 == end else None)
+        if not layers:
+            with regions.recorder.part("embedding" if layers.stop == 0 else "head"):
+                self._run(places, layers.start, layers.stop, hidden, logits)
+        return None
 
     def _run(self, given: list[Tensor], first: int, last: int, hidden: Tensor | None, logits: Tensor | None) -> None:
         batch = given[0].shape[0]

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from accelpatch.kernels import regions
+
 AT_MOST = "_accelpatch_at_most"  # attribute of a tensor of one number: the largest that it may be
 ADDING, EXCEEDING = frozenset({"add", "__add__", "__radd__"}), frozenset({"gt", "__gt__"})  # names of functions
 WARM_UPS = 2  # runs before the capture, in which libraries choose their kernels
@@ -103,7 +105,9 @@ class CudaGraph:
             before, side = torch.cuda.current_stream(), _side_stream(device.index or 0)
             side.wait_stream(before)
             with torch.cuda.stream(side):
-                for _ in range(WARM_UPS):
+                for _ in range(WARM_UPS - 1):
+                    program()
+                with regions.program():
                     program()
             before.wait_stream(side)
             _own_workspaces()
@@ -168,7 +172,9 @@ class EagerGraph:
     """Runs the program uncaptured: for tests on devices without graphs."""
 
     def __init__(self, program: Callable[[], None], device: torch.device, pool: Any):
-        for _ in range(WARM_UPS):  # they change the state as a real capture's warm-ups do
+        for _ in range(WARM_UPS - 1):  # they change the state as a real capture's warm-ups do
+            program()
+        with regions.program():
             program()
         self._program = program
 

@@ -21,6 +21,7 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from accelpatch.kernels import regions
 from accelpatch.kernels.ops.sampling.greedy import greedy_, leave_
 
 # They read nothing but the scores, so transformers' own code can be captured and gives the same numbers.
@@ -98,6 +99,7 @@ class Sampler:
         ]
         return max(least, default=0) + slot - self._length
 
+    @regions.within("sampler")
     def next_token(self, rows: Rows) -> None:
         """The program: rows.logits -> rows.tokens, unfinished and report. Among equal logits the lowest id wins."""
         scores = rows.logits

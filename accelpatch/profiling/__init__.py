@@ -1,0 +1,1 @@
+"""Traces, roofline, resources of kernels and hardware counters."""
