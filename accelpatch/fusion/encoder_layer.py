@@ -7,7 +7,6 @@ its modules before its weights are laid out, and for every call that the fused f
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,10 +14,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.fusion.encoder_attention import MASK, ROTARY, EncoderAttention, head_size, scaling
 from accelpatch.fusion.fused_layer import activations_of
 from accelpatch.fusion.fused_weights import concatenated_linear
 from accelpatch.fusion.packed_rows import Packing, present
@@ -34,9 +32,6 @@ from accelpatch.models.family import PLAIN_ACTIVATIONS
 from accelpatch.modules.norm import positional_names
 from accelpatch.modules.replacement import Replacement, adopt, is_observed
 
-MASK, ROTARY = "attention_mask", "position_embeddings"
-HEAD_SIZES = ("attention_head_size", "head_dim")  # attributes of attention modules, by family
-SCALINGS = ("scaling", "scale")
 ASKS = ("output_attentions", "output_hidden_states")
 _LOCK = threading.RLock()
 #: classes of activations -> names; those of other MLPs besides
@@ -92,11 +87,12 @@ class FusedEncoder:
 
 class FusedEncoderLayer(Replacement):
     """The module. wanted: whether it runs fused, once its weights are laid out. positional: names of its forward's
-    arguments after the hidden states; unused: those of them that the fused form does not take."""
+    arguments after the hidden states; own: the same; unused: those of them that the fused form does not take."""
 
     transient = ("_fused", "_seen", "_linears", "_held")
     form: EncoderForm
     positional: tuple[str, ...]
+    own: frozenset[str]
     unused: frozenset[str]
     in_tuple: bool
     wanted: bool
@@ -145,7 +141,8 @@ class FusedEncoderLayer(Replacement):
             if not self._covers(hidden_states, given):
                 return super().forward(hidden_states, *args, **kwargs)
             assert self._fused is not None
-            attend = _Attention(self, hidden_states.shape, given)
+            module = part_of(self, self.form.attention)
+            attend = EncoderAttention(module, self.form, hidden_states.shape, given, self.own)
             y = self._fused(hidden_states.reshape(-1, hidden_states.shape[-1]), attend).view(hidden_states.shape)
         return (y,) if self.in_tuple else y
 
@@ -200,65 +197,12 @@ class FusedEncoderLayer(Replacement):
         return super()._apply(fn, recurse)
 
 
-class _Attention:
-    """Attention of one call, by the interface of the model's configuration."""
-
-    def __init__(self, layer: FusedEncoderLayer, shape: torch.Size, given: Mapping[str, Any]):
-        self._module: Any = part_of(layer, layer.form.attention)
-        self._form, self._shape, self._given = layer.form, shape[:-1], given
-        self._more = {name: one for name, one in given.items() if name not in (*layer.positional, MASK)}
-
-    def __call__(self, qkv: Tensor) -> Tensor:
-        """Rows of q, k and v[B L, 3 H D] -> rows of the output[B L, H D]."""
-        module, size = self._module, head_size(self._module)
-        q, k, v = (one.transpose(1, 2) for one in qkv.view(*self._shape, 3, -1, size).unbind(2))
-        mask = self._given.get(MASK)
-        if self._form.bias is not None:
-            made = _with_bias(q, k, v, self._given.get(self._form.bias), mask)
-            return made.transpose(1, 2).reshape(len(qkv), -1)
-        functions = vars(sys.modules[_home(module)])
-        if self._form.rotary:
-            q, k = functions["apply_rotary_pos_emb"](q, k, *self._given[ROTARY], unsqueeze_dim=1)
-        more = dict(self._more)
-        if hasattr(module, "sliding_window"):
-            more["sliding_window"] = module.sliding_window
-        if hasattr(module, "deterministic_flash_attn"):
-            more["deterministic"] = module.deterministic_flash_attn
-        eager = functions["eager_attention_forward"]
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, eager)
-        made, _ = attend(module, q, k, v, mask, dropout=0.0, scaling=scaling(module), **more)
-        return made.reshape(len(qkv), -1)
-
-
-def _with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None) -> Tensor:
-    """Attention with a bias of the scores, as MPNet's module writes it out."""
-    scores = torch.matmul(q, k.transpose(-1, -2)) / q.shape[-1] ** 0.5
-    scores = scores if bias is None else scores + bias
-    scores = scores if mask is None else scores + mask
-    return torch.matmul(functional.softmax(scores, dim=-1), v)
-
-
-def _home(module: Any) -> str:
-    """The name of the Python module in which an attention module's original is defined."""
-    return str(getattr(type(module), "replaced_class", type(module)).__module__)
-
-
-def head_size(module: Any) -> int:
-    """Size of a head of an attention module."""
-    return int(next(getattr(module, name) for name in HEAD_SIZES if hasattr(module, name)))
-
-
-def scaling(module: Any) -> float:
-    """The factor of the scores of an attention module."""
-    held = (getattr(module, name) for name in SCALINGS if hasattr(module, name))
-    return float(next(held, head_size(module) ** -0.5))
-
-
 def made_of(layer: nn.Module, form: EncoderForm) -> FusedEncoderLayer:
     """The replacement of a layer; it runs the modules until `lay_out`."""
     new = adopt(FusedEncoderLayer, layer)
     new.form, new.wanted, new.positional = form, False, positional_names(layer)
-    new.unused = frozenset(new.positional) - {MASK, ROTARY if form.rotary else MASK, form.bias or MASK}
+    new.own = frozenset(new.positional)
+    new.unused = new.own - {MASK, ROTARY if form.rotary else MASK, form.bias or MASK}
     new.in_tuple = ASKS[0] in new.positional or form.bias is not None
     return new
 

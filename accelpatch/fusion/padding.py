@@ -15,25 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from accelpatch.fusion.encoder_layer import ASKS, MASK, FusedEncoderLayer, head_size
+from accelpatch.fusion.encoder_attention import MASK, head_size
+from accelpatch.fusion.encoder_layer import ASKS, FusedEncoderLayer
 from accelpatch.fusion.packed_rows import Packing
 from accelpatch.models.encoders import part_of
 from accelpatch.modules.replacement import is_observed
 
 KEPT = 0.9  # the largest share of a batch's places that are tokens with which padding is removed
 LEAST = {"cuda": 8192, "cpu": 0}  # rows of a padded batch from which on; fewer take a GPU less time than their launches
-NAMES = frozenset(
-    {
-        "input_ids",
-        "inputs_embeds",
-        MASK,
-        "token_type_ids",
-        "position_ids",
-        "labels",
-        "num_items_in_batch",
-        "return_dict",
-    }
-)
+#: arguments that padded places cannot be seen by
+NAMES = frozenset((
+    "input_ids", "inputs_embeds", MASK, "token_type_ids", "position_ids", "labels", "num_items_in_batch", "return_dict",
+))  # fmt: skip
 HALVES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256  # of torch's flash attention
 

@@ -21,53 +21,7 @@ from accelpatch.errors import CompileError, KernelError
 from accelpatch.kernels import added, choice, regions, uncompiled
 from accelpatch.kernels.arguments import FLOATS
 from accelpatch.kernels.spec import Described, Implementation, Kernel, Result, Spec, in_precision
-
-#: operation -> its module in ops/
-TABLE: Mapping[str, str] = {
-    "float_linear": "linear.float_linear",
-    "int8_linear": "linear.int8_linear",
-    "int4_linear": "linear.int4_linear",
-    "tiled_int4_linear": "linear.tiled_int4_linear",
-    "compact_linear": "linear.compact_linear",
-    "fp8_linear": "linear.fp8_linear",
-    "quantize_rows": "activation.quantize_rows",
-    "gemm_w8a8": "linear.gemm_w8a8",
-    "gemm_fp8": "linear.gemm_fp8",
-    "gated_fp8": "linear.gemm_fp8",
-    "w8a8_linear": "linear.w8a8_linear",
-    "w8a8_packed": "linear.w8a8_packed",
-    "int8_embedding": "linear.int8_embedding",
-    "block_linear": "linear.block_linear",
-    "block_embedding": "linear.block_linear",
-    "packed_linear": "linear.packed_linear",
-    "packed_embedding": "linear.packed_linear",
-    "rmsnorm": "norm.rmsnorm",
-    "add_rmsnorm": "norm.rmsnorm",
-    "rmsnorm_add": "norm.rmsnorm",
-    "rmsnorm_rows": "norm.rmsnorm_rows",
-    "add_layernorm": "norm.layernorm",
-    "layernorm_rows": "norm.layernorm",
-    "gated_rows": "activation.gated_rows",
-    "activated_rows": "activation.activated_rows",
-    "reorder": "linear.reorder",
-    "layernorm_q": "norm.layernorm_q",
-    "int8_attention": "attention.int8_attention",
-    "flash_attention": "attention.flash_attention",
-    "rotary_cos_sin": "attention.rope",
-    "gated_activation": "activation.gated_activation",
-    "decode_attention": "attention.decode_attention",
-    "prepare_query_key": "attention.query_key",
-    "prompt_rotary": "attention.prompt_attention",
-    "decode_step": "step.decode_step",
-    "greedy": "sampling.greedy",
-    "step_end": "step.step_end",
-    "experts": "experts.experts",
-    "routed_experts": "experts.routed_experts",
-    "packed_experts": "experts.packed_experts",
-    "choose_experts": "experts.choose_experts",
-    "fused_linear": "linear.fused_linear",
-    "large_m_linear": "linear.fused_linear",
-}
+from accelpatch.kernels.table import TABLE as TABLE
 
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # on any device; much cheaper than for one
 
