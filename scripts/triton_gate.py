@@ -85,6 +85,7 @@ BY_ROWS = {"GATE": False, "BIAS": True, "EVEN": True, "DEPENDENT": False}
 TILED = {"KIND": 2, "GROUP": 128, "GROUPS": 1}
 #: values that share a scale, and such groups in a step of K, for each kind of 4 bits
 GROUPS = ((32, 4), (64, 2), (256, 1), (64, 2), (32, 4), (32, 4))
+ROWS = {"CODE": -1, "GATED": False, "STATIC": False, "NATIVE": False, "DEPENDENT": False}
 FLAGS = {"ROW": True, "COLUMN": True, "D": 2, "CORRECTED": False, "RESIDUAL": False, "CODE": -1, "EVEN": True}
 TILE = gemm_w8a8.AMD_TILES[0][1]
 
@@ -102,9 +103,9 @@ def products(form: str, sums: str, archs: tuple[str, ...], number: int) -> dict[
                               | added, TILE.warps),
         "streams added up": Build(kernels.add_up, (f"*{sums}", *behind, *("i32",) * 4), flags | {"SIZE": 1024} | added),
         "rows": Build(quantize_rows._row, ("*bf16", "*fp32", one, "*fp32", "i32", "i32"),
-                      {"CODE": -1, "GATED": False, "STATIC": False, "DEPENDENT": False, "BLOCK": 4096}, 8),
+                      ROWS | {"BLOCK": 4096}, 8),
         "rows of a gate": Build(quantize_rows._row, ("*bf16", "*fp32", one, "*fp32", "i32", "i32"),
-                                {"CODE": 0, "GATED": True, "STATIC": False, "DEPENDENT": False, "BLOCK": 16384}, 16),
+                                ROWS | {"CODE": 0, "GATED": True, "BLOCK": 16384}, 16),
         "rows of a norm": Build(rmsnorm._row, (*("*bf16",) * 3, one, "*bf16", "*fp32", "*fp32", "i32", "fp32"),
                                 NORM | {"ADD": True, "ROWS": True}, 8),
     } | {

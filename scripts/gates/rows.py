@@ -9,9 +9,9 @@ from accelpatch.kernels.triton import layernorm, quantize_rows, rmsnorm
 from accelpatch.kernels.triton.launch import warps
 from gates.builds import ARCHS
 
-NORM = {"ADD": False, "AFTER": False, "ROWS": False, "STATIC": False, "PLUS_ONE": False, "DEPENDENT": False,
-        "BLOCK": 4096}  # fmt: skip
-LAYER_NORM = {"ADD": True, "BIAS": True, "STATIC": False, "DEPENDENT": False}
+NORM = {"ADD": False, "AFTER": False, "ROWS": False, "STATIC": False, "NATIVE": False, "PLUS_ONE": False,
+        "DEPENDENT": False, "BLOCK": 4096}  # fmt: skip
+LAYER_NORM = {"ADD": True, "BIAS": True, "STATIC": False, "NATIVE": False, "DEPENDENT": False}
 BLOCKS = (64, 1024, 2048, 32768)  # those of the triton_gate.py's table are between
 
 
@@ -20,9 +20,9 @@ def kernels_of_rows() -> dict[str, tuple[Any, ...]]:
     kernels: dict[str, tuple[Any, tuple[str, ...], dict[str, Any]]] = {
         "add_rmsnorm": (rmsnorm._row, ("*bf16",) * 5 + ("*fp32", "*fp32", "i32", "fp32"), NORM | {"ADD": True}),
         "rows of a gate": (quantize_rows._row, ("*bf16", "*fp32", "*i8", "*fp32", "i32", "i32"),
-                           {"CODE": 0, "GATED": True, "STATIC": False, "DEPENDENT": False}),
+                           {"CODE": 0, "GATED": True, "STATIC": False, "NATIVE": False, "DEPENDENT": False}),
         "rows of an activation": (quantize_rows._row, ("*bf16", "*fp32", "*i8", "*fp32", "i32", "i32"),
-                                  {"CODE": 1, "GATED": False, "STATIC": False, "DEPENDENT": False}),
+                                  {"CODE": 1, "GATED": False, "STATIC": False, "NATIVE": False, "DEPENDENT": False}),
         "add_layernorm": (layernorm._row, ("*bf16",) * 6 + ("*fp32", "*fp32", "i32", "fp32"),
                           LAYER_NORM | {"ROWS": False, "NORMED": False}),
         "rows of a LayerNorm": (layernorm._row, ("*bf16",) * 4 + ("*i8", "*bf16", "*fp32", "*fp32", "i32", "fp32"),

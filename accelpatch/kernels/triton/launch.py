@@ -60,6 +60,16 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
 
 
+@functools.cache
+def _rounds_to_e4m3(device: torch.device) -> bool:
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def rounds_to_e4m3(tensor: Tensor) -> bool:
+    """Whether the tensor's device rounds float32 to OCP's e4m3 in one instruction, ties to even and saturated."""
+    return _rounds_to_e4m3(tensor.device)
+
+
 def dependent(tensor: Tensor) -> tuple[bool, dict[str, Any]]:
     """Whether kernels may use programmatic dependent launch, and the launch options for it."""
     return _dependent(tensor.device)

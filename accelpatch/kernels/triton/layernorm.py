@@ -8,14 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from accelpatch.kernels.triton.dependent_launch import overlap
-from accelpatch.kernels.triton.launch import dependent, on, warps
+from accelpatch.kernels.triton.launch import dependent, on, rounds_to_e4m3, warps
 from accelpatch.kernels.triton.quantize_rows import store_row
 
 
 @triton.jit
 def _row(  # type: ignore[no-untyped-def]
     x, residual, weight, bias, y, kept, given, scales, width, eps, ADD: tl.constexpr, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, NORMED: tl.constexpr, STATIC: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, NORMED: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """y receives the norm, or its rows in 8 bits; kept the sum where there is one, or the norm where NORMED."""
     overlap(DEPENDENT)
@@ -39,7 +40,7 @@ def _row(  # type: ignore[no-untyped-def]
     if NORMED:
         tl.store(kept + row + columns, normed, mask=inside)
     if ROWS:
-        store_row(normed.to(tl.float32), given, y, scales, place, columns, width, STATIC)
+        store_row(normed.to(tl.float32), given, y, scales, place, columns, width, STATIC, NATIVE)
     else:
         tl.store(y + row + columns, normed, mask=inside)
 
@@ -79,5 +80,6 @@ def _launch(
                 x, x if residual is None else residual.contiguous(), weight.contiguous(),
                 weight if bias is None else bias.contiguous(), y, kept, y if scale is None else scale,
                 y if scales is None else scales, width, eps, residual is not None, bias is not None,
-                scales is not None, normed, scale is not None, overlapped, block, num_warps=warps(block), **options,
+                scales is not None, normed, scale is not None, rounds_to_e4m3(x), overlapped, block,
+                num_warps=warps(block), **options,
             )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from accelpatch.kernels.triton.dependent_launch import overlap
 from accelpatch.kernels.triton.gated_activation import CODES, _activated, gelu_of_16_bits
-from accelpatch.kernels.triton.launch import dependent, on, warps
+from accelpatch.kernels.triton.launch import dependent, on, rounds_to_e4m3, warps
 
 _LEAST = tl.constexpr(2.0**-119)
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of up to 2^22 plus this, less this, is rounded to even
@@ -43,11 +43,15 @@ def nearest_e4m3(values, LEAST: tl.constexpr, SIGNED: tl.constexpr):  # type: ig
 
 
 @triton.jit
-def store_row(values, given, q, scales, row, columns, width, STATIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write a row of float32 values, zeros past its end, in the form of q, and its scale."""
+def store_row(  # type: ignore[no-untyped-def]
+    values, given, q, scales, row, columns, width, STATIC: tl.constexpr, NATIVE: tl.constexpr
+):
+    """Write a row of float32 values, zeros past its end, in the form of q, and its scale. NATIVE: the device rounds to
+    e4m3 itself, ties to even and saturated."""
     form: tl.constexpr = q.dtype.element_ty
     largest: tl.constexpr = 127.0 if form == tl.int8 else 448.0 if form == tl.float8e4nv else 240.0
-    most = tl.max(tl.where(values == values, tl.abs(values), float("inf")), axis=0)  # tl.max ignores NaN
+    bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # of magnitudes; those of NaN are above infinity's
+    most = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
     finite = most < float("inf")
     if STATIC:
         scale = tl.load(given).to(tl.float32)
@@ -59,7 +63,10 @@ def store_row(values, given, q, scales, row, columns, width, STATIC: tl.constexp
     tl.store(scales + row, tl.where(finite, scale, float("nan")))
     held = tl.where(finite, values, 0.0) * tl.where(finite, times, 0.0)
     if form == tl.int8:
-        codes = rounded(held)
+        # without a given scale none is above 127 once it is rounded
+        codes = rounded(held) if STATIC else ((held + _ROUND) - _ROUND).to(tl.int8)
+    elif NATIVE:
+        codes = tl.where(times > 0, held, 0.0).to(form)
     else:
         held = tl.where(times > 0, tl.minimum(tl.maximum(held, -largest), largest), 0.0)
         least: tl.constexpr = 0.001953125 if form == tl.float8e4nv else 0.0009765625
@@ -70,7 +77,8 @@ def store_row(values, given, q, scales, row, columns, width, STATIC: tl.constexp
 @triton.jit
 def _row(  # type: ignore[no-untyped-def]
     x, given, q, scales, x_stride, width,
-    CODE: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr,
+    CODE: tl.constexpr, GATED: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """CODE: of the activation; -1 for none. GATED: a row of x is that of a gate, then that of up."""
     overlap(DEPENDENT)
@@ -86,7 +94,7 @@ def _row(  # type: ignore[no-untyped-def]
             up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
             activated = (activated.to(tl.float32) * up).to(values.dtype)
         values = activated
-    store_row(values.to(tl.float32), given, q, scales, row, columns, width, STATIC)
+    store_row(values.to(tl.float32), given, q, scales, row, columns, width, STATIC, NATIVE)
 
 
 def gated_rows(both: Tensor, activation: str, scale: Tensor | None, form: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -115,6 +123,6 @@ def _rows(x: Tensor, scale: Tensor | None, form: torch.dtype, code: int, gated: 
         with on(x):
             _row[(flat.shape[0],)](
                 flat, scales if scale is None else scale, q, scales, flat.stride(0), width, code, gated,
-                scale is not None, overlapped, block, num_warps=warps(block), **options,
+                scale is not None, rounds_to_e4m3(x), overlapped, block, num_warps=warps(block), **options,
             )  # fmt: skip
     return q, scales

@@ -8,14 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from accelpatch.kernels.triton.dependent_launch import overlap
-from accelpatch.kernels.triton.launch import dependent, on, warps
+from accelpatch.kernels.triton.launch import dependent, on, rounds_to_e4m3, warps
 from accelpatch.kernels.triton.quantize_rows import store_row
 
 
 @triton.jit
 def _row(  # type: ignore[no-untyped-def]
     x, residual, weight, y, total, given, scales, width, eps, ADD: tl.constexpr, AFTER: tl.constexpr,
-    ROWS: tl.constexpr, STATIC: tl.constexpr, PLUS_ONE: tl.constexpr, DEPENDENT: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, STATIC: tl.constexpr, NATIVE: tl.constexpr, PLUS_ONE: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     overlap(DEPENDENT)
     place = tl.program_id(0).to(tl.int64)
@@ -36,7 +37,7 @@ def _row(  # type: ignore[no-untyped-def]
         normed = more.to(tl.float32) + normed.to(total.dtype.element_ty).to(tl.float32)
     if ROWS:  # of what the output would be
         normed = normed.to(total.dtype.element_ty).to(tl.float32)
-        store_row(normed, given, y, scales, place, columns, width, STATIC)
+        store_row(normed, given, y, scales, place, columns, width, STATIC, NATIVE)
     else:
         tl.store(y + row + columns, normed.to(y.dtype.element_ty), mask=inside)
 
@@ -93,6 +94,6 @@ def _launch(
             _row[(x.numel() // width,)](
                 x, residual, weight.contiguous(), y, total, y if scale is None else scale,
                 y if scales is None else scales, width, eps, add, after, scales is not None, scale is not None,
-                plus_one, overlapped, block,
+                rounds_to_e4m3(x), plus_one, overlapped, block,
                 num_warps=warps(block), **options,
             )  # fmt: skip
