@@ -1,0 +1,145 @@
+"""Trials of recipes: figures of one in this process, and the search for the fastest one over processes of their own."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import accelpatch.models.load as loading
+from accelpatch import device as devices
+from accelpatch.bench.generate import Shape, generate, prompt_ids
+from accelpatch.bench.timing import once
+from accelpatch.checkpoints import as_stored
+from accelpatch.errors import AccelpatchError
+from accelpatch.from_files import calibrates
+from accelpatch.in_memory import patch, plan
+from accelpatch.patching.evaluation import compare
+from accelpatch.patching.plan import Plan
+from accelpatch.recipe import recipe as recipes
+from accelpatch.recipe.recipe import Recipe
+from accelpatch.tuning import auto
+from accelpatch.tuning.auto import Bounds, Candidate, Search
+
+FOR_TRAINING = ("train",)  # bundled recipes that run as another does, but for training
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a model is measured. repeats: timed calls at most; seconds: where they would take longer, fewer."""
+
+    shape: Shape
+    repeats: int = REPEATS
+    seconds: float = 40.0
+
+
+def trial(
+    model: nn.Module, recipe: str | Path | None, input_ids: Tensor, use: Use, *, tokenizer: Any = None,
+    beside: bool = False, **options: Any,
+) -> dict[str, float]:  # fmt: skip
+    """Figures of a model in memory with a recipe, or without: seconds of "prefill" and "decode" of a generate() call.
+
+    With a recipe also "kl" (nats) and "top1" beside the original on input_ids[1, L]; on a GPU "peak", the most bytes
+    that torch held while it generated. beside: the original is timed too, as "original_seconds". options: of `patch`.
+    The model stays patched, and its originals are freed.
+    """
+    found: dict[str, float] = {}
+    if recipe is None or beside:
+        found |= _timed(model, use)
+    if recipe is None:
+        return found
+    if beside:
+        found = {"original_seconds": found["prefill"] + found["decode"]}
+
+    @contextmanager
+    def patching() -> Iterator[nn.Module]:
+        yield patch(model, recipe, keep_original="none", tokenizer=tokenizer, **options)
+
+    far = compare(model, input_ids, patching())
+    return found | {"kl": max(far.kl, 0.0), "top1": far.top1} | _timed(model, use)
+
+
+def _timed(model: nn.Module, use: Use) -> dict[str, float]:
+    """Medians of whole generate() calls and of those for one token, alternately, after one of each. A busy machine may
+    make a short call the longer one, so that no time is the difference of two single calls."""
+    device = next(model.parameters()).device
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size  # type: ignore[operator, union-attr]
+    ids = prompt_ids(vocabulary, use.shape).to(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    begin, counts = time.monotonic(), (1, use.shape.new)
+    for count in counts:
+        generate(model, ids, count)
+    each = time.monotonic() - begin
+    repeats = max(1, min(use.repeats, int(use.seconds / each) - 1))
+    times = [[once(partial(generate, model, ids, count), device) for count in counts] for _ in range(repeats)]
+    short, whole = (statistics.median(column) for column in zip(*times, strict=True))
+    found = {"prefill": min(short, whole), "decode": max(whole - short, 0.0)}
+    if device.type == "cuda":
+        found["peak"] = float(torch.cuda.max_memory_allocated(device))
+    return found
+
+
+def tune_auto(
+    name: str, run: auto.Run, confirm: auto.Run, shape: Shape, bounds: Bounds, *, device: Any = "cpu",
+    names: Sequence[str] = (), progress: Callable[[str, int, int], None] | None = None,
+) -> Search:  # fmt: skip
+    """Find the fastest recipe within the bounds for a model by name. run, confirm: see `auto.search`.
+
+    names: bundled recipes or files; default: all bundled ones. device: where the model will run. Raises
+    AccelpatchError, and RecipeError for a name that is no recipe's.
+    """
+    where = devices.probe(str(device))
+    model = loading.from_config(name)
+    found = [_candidate(model, one, where, shape, bool(names)) for one in names or recipes.bundled()]
+    return auto.search(found, run, confirm, shape, bounds, progress)
+
+
+def tuned_recipe(found: Search, model: str, device: Any) -> str:
+    """The chosen recipe as the text of a file, with its figures as comments."""
+    assert found.chosen is not None
+    chosen = recipes.load(found.chosen.name)
+    stem = chosen.name.removeprefix("tuned-")
+    named = replace(chosen, name=f"tuned-{stem}", description=f"{stem}, chosen by measurement; {chosen.description}")
+    lines = auto.comments(found, model, devices.probe(str(device)).name)
+    return "".join(f"# {line}\n" for line in lines) + recipes.dump(named)
+
+
+def _candidate(model: nn.Module, name: str, device: devices.Device, shape: Shape, asked: bool) -> Candidate:
+    recipe = recipes.load(name)
+    if as_stored.wants(recipe):
+        return Candidate(name, skipped="it holds the weights of a GGUF file as they are stored")
+    if recipe.name in FOR_TRAINING and not asked:
+        return Candidate(name, skipped="it is for training; name it in --recipes to try it")
+    try:
+        planned = plan(model, recipe, device=device)
+    except AccelpatchError as error:
+        return Candidate(name, skipped=f"it does not fit the model: {error}")
+    if not planned.replaced:
+        return Candidate(name, skipped="it replaces nothing here")
+    alike, same = _signatures(planned, recipe)
+    return Candidate(name, planned.resident_bytes + _cache(planned, shape), alike, same, calibrates(recipe))
+
+
+def _signatures(planned: Plan, recipe: Recipe) -> tuple[Any, Any]:
+    """What is replaced by what, and that with all that makes the weights."""
+    alike = [(e.site.path, e.replacer and e.replacer.name, e.choice and e.choice.kernel) for e in planned.replaced]
+    options = [(e.site.path, repr(e.rule and sorted(e.rule.options.items(), key=str))) for e in planned.replaced]
+    return (alike, recipe.runtime), (alike, recipe.runtime, options, repr(recipe.calibrate))
+
+
+def _cache(planned: Plan, shape: Shape) -> int:
+    """Bytes of the KV cache of the stated use."""
+    if not planned.max_length:
+        return 0
+    return planned.cache_bytes * shape.batch * (shape.prompt + shape.new) // planned.max_length
