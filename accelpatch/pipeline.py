@@ -47,6 +47,7 @@ from accelpatch.recipe.recipe import Recipe
 from accelpatch.replacers import registry
 from accelpatch.replacers.stored import known
 from accelpatch.report import Report
+from accelpatch.runtime import compiled as compiled_parts
 from accelpatch.runtime.generation.patched_model import new_runtime, patched_classes
 from accelpatch.runtime.generation.weight_methods import SAVE
 
@@ -56,6 +57,8 @@ SOURCES = (".py", ".hip", ".h", ".cpp", ".inc", ".cu")
 def plan_of(model: nn.Module, recipe: recipes.Recipe, device: devices.Device | None, slower: bool = False) -> Plan:
     """The plan for a model. device: default: the one that it is on. slower: see `make_plan`."""
     devices.forget_compilers()
+    if recipe.runtime.compile != compiled_parts.OFF:
+        compiled_parts.options_of(recipe.runtime, captures=False)  # raises for an option that torch does not have
     placement, roles = placement_of(model), roles_of(getattr(model, "config", None))
     facts = device or devices.probe(str(placement.device or device_of(model)))
     made = make_plan(model, recipe, facts, roles, registry(), smoothing_groups(model), known, placement, slower)
@@ -136,6 +139,30 @@ def fuse(model: nn.Module, request: Request, runtime: Any, captured: Captured, r
     captured.calls.clear()
 
 
+def compile_parts(model: Any, handle: apply.Handle, runtime: Any, report: Report) -> None:
+    """Have torch compile what no fused layer takes, as the recipe says; all of it until the model is unpatched."""
+    settings, device = handle.plan.recipe.runtime, handle.plan.device
+    if settings.compile == compiled_parts.OFF:
+        return
+    fused = {record.path for record in report.sites if record.fused}
+    if (reason := compiled_parts.why_not(settings, device)) is not None:
+        report.notes.append(f"compile: {settings.compile} has no effect: {reason}")
+        return
+    captures = device.kind != "cpu" and settings.graph == "auto" and settings.cache == "auto"
+    if fused:
+        calls = list(compiled_parts.calls_of(model, fused, settings, captures, runtime.paths))
+        for part, call in calls:
+            handle.set(part, compiled_parts.CALL, call)
+        said = f"{len(calls)} layers that are not fused" if calls else "nothing, for every layer is fused"
+        report.notes.append(f"compile: {settings.compile} compiles {said}")
+        return
+    runtime.compiled = compiled_parts.whole(model, settings, captures, runtime.paths)
+    report.notes.append(f"compile: {settings.compile} compiles the model's forward: no layer is fused")
+    if not captures and (made := compiled_parts.static_cache(model)) is not None:
+        handle.configure(model, made, compiled_parts.SETTINGS)
+        report.notes.append("generate() takes a static cache, so that its step is compiled once")
+
+
 @contextmanager
 def writing(model: nn.Module) -> Iterator[None]:
     """Context manager in which a model on a CPU generates with int8 weights: it writes its own text in less time."""
@@ -175,6 +202,7 @@ def carry_out(model: Any, request: Request) -> None:
                 handle.configure(owner, settings)
             runtime.code.look()
             fuse(model, request, runtime, captured, report)
+            compile_parts(model, handle, runtime, report)
             report.verification = whole_model(model, captured, report, request)
             report.quality = quality.of_loaded(planned.recipe, planned.device.kind) if request.at_hand else None
             apply.settle(handle, made, copies, request.watch, request.placement)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +26,17 @@ TextOption = Annotated[
     Path | None, options.file_option("--text", help="UTF-8 text for the KL divergence; default: a chapter of a novel.")
 ]
 TokensOption = Annotated[int, typer.Option("--tokens", min=2, help="Tokens of the text that are used at most.")]
+MaxKlOption = Annotated[
+    float | None, typer.Option("--max-kl", min=0, metavar="NATS", help="The most mean KL beside the original.")
+]
+MaxGbOption = Annotated[
+    float | None, typer.Option("--max-gb", min=0, metavar="GB", help="The most memory, in 1e9 bytes.")
+]
+RecipesOption = Annotated[
+    str | None, typer.Option("--recipes", metavar="NAME,...", help="Names or files to try; default: all bundled.")
+]
+LimitOption = Annotated[float, typer.Option("--limit", min=1, metavar="SECONDS", help="Time limit of a trial.")]
+OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="The recipe file to write.")]
 
 
 def trial(
@@ -61,23 +74,17 @@ def trial(
 
 def auto(
     model: options.ModelArgument = options.DEFAULT_MODEL,
-    max_kl: Annotated[
-        float | None, typer.Option("--max-kl", min=0, metavar="NATS", help="The most mean KL beside the original.")
-    ] = None,
-    max_gb: Annotated[
-        float | None, typer.Option("--max-gb", min=0, metavar="GB", help="The most memory, in 1e9 bytes.")
-    ] = None,
+    max_kl: MaxKlOption = None,
+    max_gb: MaxGbOption = None,
     batch: BatchOption = 1,
     prompt: PromptOption = 128,
     new: NewOption = 64,
-    recipes: Annotated[
-        str | None, typer.Option("--recipes", metavar="NAME,...", help="Names or files to try; default: all bundled.")
-    ] = None,
-    limit: Annotated[float, typer.Option("--limit", min=1, metavar="SECONDS", help="Time limit of a trial.")] = 300.0,
+    recipes: RecipesOption = None,
+    limit: LimitOption = 300.0,
     repeats: RepeatsOption = 3,
     text: TextOption = None,
     tokens: TokensOption = 1024,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The recipe file to write.")] = Path("tuned.yaml"),
+    out: OutOption = Path("tuned.yaml"),
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     plugin: PluginOption = None,
@@ -91,24 +98,27 @@ def auto(
     where = str(options.torch_device(device))
     from accelpatch import api
     from accelpatch.bench.generate import Shape
-    from accelpatch.tuning import children
-    from accelpatch.tuning.auto import ORIGINAL, Bounds
+    from accelpatch.tuning.auto import Bounds
 
     given = {"batch": batch, "prompt": prompt, "new": new, "repeats": repeats, "tokens": tokens, "device": where}
     given |= {"dtype": dtype} | ({"text": text} if text else {})
     words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
     words += [word for file in plugin or [] for word in ("--plugin", str(file))]
-
-    def run(name: str, *more: str) -> Any:
-        console.note(f"trying {name}")
-        chosen = () if name == ORIGINAL else ("--recipe", name)
-        return children.run_json([*children.ACCELPATCH, "tune", "trial", model, *chosen, *words, *more], limit)
-
-    found = api.tune_auto(
-        model, run, lambda name: run(name, "--beside"), Shape(batch, prompt, new), Bounds(max_kl, max_gb),
-        device=where, names=names,
-    )  # fmt: skip
+    run = partial(_in_a_child, (model, *words), limit)
+    shape, bounds = Shape(batch, prompt, new), Bounds(max_kl, max_gb)
+    found = api.tune_auto(model, run, partial(run, beside=True), shape, bounds, device=where, names=names)
     _finish(found, model, where, out, json)
+
+
+def _in_a_child(words: Sequence[str], limit: float, name: str, beside: bool = False) -> Any:
+    """The figures of a trial in a process of its own, or why there are none."""
+    from accelpatch.tuning import children
+    from accelpatch.tuning.auto import ORIGINAL
+
+    console.note(f"{name} and the original in one process" if beside else f"trying {name}")
+    chosen = [] if name == ORIGINAL else ["--recipe", name]
+    command = [*children.ACCELPATCH, "tune", "trial", *words, *chosen, *(["--beside"] if beside else [])]
+    return children.run_json(command, limit)
 
 
 def _check(model: str, text: Path | None, out: Path, plugin: list[Path] | None) -> None:

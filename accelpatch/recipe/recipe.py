@@ -54,13 +54,16 @@ class Rule:
 
 @dataclass(frozen=True)
 class Runtime:
-    """How the patched model runs: the values of CACHES, GRAPHS and SPECULATIONS in recipe/schema.py."""
+    """How the patched model runs: the values of CACHES, GRAPHS, SPECULATIONS and COMPILES in recipe/schema.py."""
 
     cache: str = "auto"
     graph: str = "auto"
     max_length: int | None = None  # the most tokens of a sequence
     speculate: str = "off"
     loss: str = "whole"  # in training; "chunked" holds no more than a part of the logits at once
+    compile: str = "off"  # torch.compile's mode for what no fused layer takes
+    inductor: Mapping[str, Any] = field(default_factory=dict)  # its options, as torch._inductor.config names them
+    tunableop: str | None = None  # a file of tuned GEMMs, of `accelpatch tune tunableop`
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ CACHES = ("auto", "stock")
 GRAPHS = ("auto", "off")
 SPECULATIONS = ("off", "prompt_lookup")
 LOSSES = ("whole", "chunked")
+COMPILES = ("off", "default", "reduce-overhead", "max-autotune")
 METRICS = ("relative_rmse", "max_abs", "cosine")
 FALLBACKS = ("keep", "error")
 
@@ -175,6 +176,13 @@ def _options(node: Node, key: str) -> dict[str, Any]:
     return {name: value.plain() for name, value in options.items()}
 
 
+def _inductor(node: Node, key: str) -> dict[str, Any]:
+    options = node.mapping(key)
+    for name, value in options.items():
+        value.expect(f"{key}.{name}", bool, int, float, str)
+    return {name: value.plain() for name, value in options.items()}
+
+
 def _replacer(node: Node, key: str) -> str:
     text = node.text(key)
     if not _REPLACER.fullmatch(text):
@@ -267,6 +275,9 @@ READERS: Mapping[str, Mapping[str, Reader]] = {
         "max_length": _unless_null(_integer(1)),
         "speculate": _choice(SPECULATIONS),
         "loss": _choice(LOSSES),
+        "compile": _choice(COMPILES),
+        "inductor": _inductor,
+        "tunableop": _unless_null(Node.text),
     },
     "verify": {
         "metric": _choice(METRICS),

@@ -19,6 +19,7 @@ class ModelRuntime:
     """
 
     loss = "whole"
+    compiled: Any = None  # the model's forward, compiled; None where the recipe does not ask for it
 
     def __init__(self, *settings: Any) -> None:
         self.paths: Counter[str] = Counter()
@@ -34,6 +35,12 @@ class ModelRuntime:
         made.unfused, made.code = self.unfused, copy.deepcopy(self.code, memo)
         made.code.runtime = None if self.code.runtime is None else weakref.ref(made)
         return made
+
+    def modules(self, forward: Any, model: Any, args: Any, kwargs: Any) -> Any:
+        """Outputs of a call by the model's modules. forward: of the model's own class."""
+        if self.compiled is None:
+            return forward(model, *args, **kwargs)
+        return self.compiled(*args, **kwargs)
 
     def encoder_outputs(self, part: Any, given: Mapping[str, Any] | None) -> Any:
         """Outputs of a call of a model inside an encoder-decoder, if it is the encoder's and captured; else None."""

@@ -216,7 +216,7 @@ def _stepping(cls: Any) -> Any:
                 if runtime.code.others:
                     runtime.paths[f"modules of other code: {runtime.code.others}"] += 1
                 with all_threads():
-                    return cls.forward(self, *args, **kwargs)
+                    return runtime.modules(cls.forward, self, args, kwargs)
             return outputs
 
     return behind_checks(cls.forward, forward)
