@@ -48,6 +48,7 @@ from accelpatch.replacers import registry
 from accelpatch.replacers.stored import known
 from accelpatch.report import Report
 from accelpatch.runtime import compiled as compiled_parts
+from accelpatch.runtime import tuned_gemms
 from accelpatch.runtime.generation.patched_model import new_runtime, patched_classes
 from accelpatch.runtime.generation.weight_methods import SAVE
 
@@ -139,6 +140,12 @@ def fuse(model: nn.Module, request: Request, runtime: Any, captured: Captured, r
     captured.calls.clear()
 
 
+def gemms_of(planned: Plan) -> tuned_gemms.TunedGemms | None:
+    """The tuned GEMMs that a recipe names, checked against this machine; None for a CPU, which has none."""
+    file = planned.recipe.runtime.tunableop
+    return None if file is None or planned.device.kind == "cpu" else tuned_gemms.check(file, planned.device)
+
+
 def compile_parts(model: Any, handle: apply.Handle, runtime: Any, report: Report) -> None:
     """Have torch compile what no fused layer takes, as the recipe says; all of it until the model is unpatched."""
     settings, device = handle.plan.recipe.runtime, handle.plan.device
@@ -181,6 +188,7 @@ def carry_out(model: Any, request: Request) -> None:
     notes: list[str] = []
     planned, extent = request.planned, request.extent
     request.placement.check_room(planned)
+    gemms = gemms_of(planned)
     formula.check_unpacking(planned.entries)
     stats = calibration.of_request(model, request, writing, notes)
     copying = HostCopies(rounded_weights(planned) if request.keep_original == "cpu" else [])
@@ -203,6 +211,8 @@ def carry_out(model: Any, request: Request) -> None:
             runtime.code.look()
             fuse(model, request, runtime, captured, report)
             compile_parts(model, handle, runtime, report)
+            if gemms is not None:
+                handle.set(model, tuned_gemms.TUNED, tuned_gemms.Applied(gemms, str(planned.recipe.runtime.tunableop)))
             report.verification = whole_model(model, captured, report, request)
             report.quality = quality.of_loaded(planned.recipe, planned.device.kind) if request.at_hand else None
             apply.settle(handle, made, copies, request.watch, request.placement)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -92,9 +92,9 @@ def _timed(model: nn.Module, use: Use) -> dict[str, float]:
 
 def tune_auto(
     name: str, run: auto.Run, confirm: auto.Run, shape: Shape, bounds: Bounds, *, device: Any = "cpu",
-    names: Sequence[str] = (), progress: Callable[[str, int, int], None] | None = None,
+    names: Sequence[str] = (), limit: float = 300.0, budget: float = 240.0,
 ) -> Search:  # fmt: skip
-    """Find the fastest recipe within the bounds for a model by name. run, confirm: see `auto.search`.
+    """Find the fastest recipe within the bounds for a model by name. run, confirm, limit, budget: see `auto.search`.
 
     names: bundled recipes or files; default: all bundled ones. device: where the model will run. Raises
     AccelpatchError, and RecipeError for a name that is no recipe's.
@@ -102,7 +102,7 @@ def tune_auto(
     where = devices.probe(str(device))
     model = loading.from_config(name)
     found = [_candidate(model, one, where, shape, bool(names)) for one in names or recipes.bundled()]
-    return auto.search(found, run, confirm, shape, bounds, progress)
+    return auto.search(found, run, confirm, shape, bounds, limit, budget)
 
 
 def tuned_recipe(found: Search, model: str, device: Any) -> str:

@@ -36,6 +36,10 @@ RecipesOption = Annotated[
     str | None, typer.Option("--recipes", metavar="NAME,...", help="Names or files to try; default: all bundled.")
 ]
 LimitOption = Annotated[float, typer.Option("--limit", min=1, metavar="SECONDS", help="Time limit of a trial.")]
+BudgetOption = Annotated[
+    float,
+    typer.Option("--budget", min=1, metavar="SECONDS", help="Time of all trials; what is left then is not tried."),
+]
 OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="The recipe file to write.")]
 
 
@@ -81,6 +85,7 @@ def auto(
     new: NewOption = 64,
     recipes: RecipesOption = None,
     limit: LimitOption = 300.0,
+    budget: BudgetOption = 240.0,
     repeats: RepeatsOption = 3,
     text: TextOption = None,
     tokens: TokensOption = 1024,
@@ -104,13 +109,14 @@ def auto(
     given |= {"dtype": dtype} | ({"text": text} if text else {})
     words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
     words += [word for file in plugin or [] for word in ("--plugin", str(file))]
-    run = partial(_in_a_child, (model, *words), limit)
-    shape, bounds = Shape(batch, prompt, new), Bounds(max_kl, max_gb)
-    found = api.tune_auto(model, run, partial(run, beside=True), shape, bounds, device=where, names=names)
+    run, shape, bounds = partial(_in_a_child, (model, *words)), Shape(batch, prompt, new), Bounds(max_kl, max_gb)
+    found = api.tune_auto(
+        model, run, partial(run, beside=True), shape, bounds, device=where, names=names, limit=limit, budget=budget
+    )
     _finish(found, model, where, out, json)
 
 
-def _in_a_child(words: Sequence[str], limit: float, name: str, beside: bool = False) -> Any:
+def _in_a_child(words: Sequence[str], name: str, seconds: float, beside: bool = False) -> Any:
     """The figures of a trial in a process of its own, or why there are none."""
     from accelpatch.tuning import children
     from accelpatch.tuning.auto import ORIGINAL
@@ -118,7 +124,7 @@ def _in_a_child(words: Sequence[str], limit: float, name: str, beside: bool = Fa
     console.note(f"{name} and the original in one process" if beside else f"trying {name}")
     chosen = [] if name == ORIGINAL else ["--recipe", name]
     command = [*children.ACCELPATCH, "tune", "trial", *words, *chosen, *(["--beside"] if beside else [])]
-    return children.run_json(command, limit)
+    return children.run_json(command, seconds)
 
 
 def _check(model: str, text: Path | None, out: Path, plugin: list[Path] | None) -> None:

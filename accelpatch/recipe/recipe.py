@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import importlib.resources
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -237,6 +237,8 @@ def _resolved(document: _Document) -> Recipe:
 def _draft(document: _Document, chain: tuple[str, ...]) -> Draft:
     """The document merged over the recipe that it extends. chain: the sources that led to it, to detect cycles."""
     draft = read_document(read(document.data, document.source), Path(document.source).stem)
+    if document.folder is not None and (file := draft.runtime.get("tunableop")):
+        draft = replace(draft, runtime={**draft.runtime, "tunableop": str(document.folder / file)})
     if draft.extends is None:
         return draft
     base = _base(draft.extends, document)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,7 +13,6 @@ from accelpatch.errors import AccelpatchError
 
 ORIGINAL = "original"
 FIRST = "exact"  # what others are said to be the same as
-GAIN = 1.02  # a recipe that calibrates is tried for the sake of KL; one with another compile mode must gain so much
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,8 @@ class Trial:
         return asdict(self)
 
 
-Run = Callable[
-    [str], Mapping[str, Any] | str
-]  # a trial of a recipe, or of the original, in a child: figures, or why not
+#: a trial of a recipe, or of the original, in a child process that has so many seconds: its figures, or why none
+Run = Callable[[str, float], Mapping[str, Any] | str]
 
 
 @dataclass
@@ -103,26 +103,25 @@ class Search:
 
 
 def search(
-    candidates: Sequence[Candidate], run: Run, confirm: Run, shape: Shape, bounds: Bounds,
-    progress: Callable[[str, int, int], None] | None = None,
+    candidates: Sequence[Candidate], run: Run, confirm: Run, shape: Shape, bounds: Bounds, limit: float = math.inf,
+    budget: float = math.inf,
 ) -> Search:  # fmt: skip
     """Try the candidates and choose. run: measures one; confirm: measures one beside the original in one process, and
-    its figures hold "original_seconds" too. Raises AccelpatchError where the original cannot be measured."""
-    made, report = Search(shape, bounds), progress or (lambda *_: None)
+    its figures hold "original_seconds" too. limit: seconds of a trial. budget: of all trials together, but for the
+    original's and those that confirm; those that calibrate come last. Raises AccelpatchError where the original cannot
+    be measured."""
+    made, end = Search(shape, bounds), time.monotonic() + budget
     ordered = sorted(candidates, key=lambda one: (one.calibrates, one.name != FIRST))
-    report("original", 0, len(ordered) + 1)
-    made.original = _trial(ORIGINAL, run(ORIGINAL), 0)
+    made.original = _trial(ORIGINAL, run(ORIGINAL, limit), 0)
     if made.original.failed:
         raise AccelpatchError(f"the original could not be measured: {made.original.failed}")
-    for done, one in enumerate(ordered):
-        report(one.name, done + 1, len(ordered) + 1)
-        reason = one.skipped or _not_worth(one, made, ordered)
-        if reason:
-            made.skipped[one.name] = reason
+    for one in ordered:
+        reason, left = one.skipped or _not_worth(one, made, ordered), end - time.monotonic()
+        if reason or left <= 0:
+            made.skipped[one.name] = reason or f"the time of all trials, {budget:g} s, was over"
         else:
-            made.trials.append(_trial(one.name, run(one.name), one.size))
-    report("done", len(ordered) + 1, len(ordered) + 1)
-    _choose(made, confirm, {one.name: one.size for one in ordered})
+            made.trials.append(_trial(one.name, run(one.name, min(limit, left)), one.size))
+    _choose(made, lambda name: confirm(name, limit), {one.name: one.size for one in ordered})
     return made
 
 
@@ -153,7 +152,7 @@ def _trial(name: str, found: Mapping[str, Any] | str, size: float) -> Trial:
     return Trial(name, prefill + decode, prefill, decode, *far, size=max(float(size), float(found.get("peak", 0.0))))
 
 
-def _choose(made: Search, confirm: Run, sizes: Mapping[str, float]) -> None:
+def _choose(made: Search, confirm: Callable[[str], Mapping[str, Any] | str], sizes: Mapping[str, float]) -> None:
     """Take the fastest within the bounds that is faster than the original in one process with it."""
     within = made.within()
     if not within:
