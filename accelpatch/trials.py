@@ -21,16 +21,19 @@ from accelpatch.bench.timing import once
 from accelpatch.checkpoints import as_stored
 from accelpatch.errors import AccelpatchError
 from accelpatch.from_files import calibrates
-from accelpatch.in_memory import patch, plan
+from accelpatch.in_memory import handle_of, patch, plan
 from accelpatch.patching.evaluation import compare
 from accelpatch.patching.plan import Plan
+from accelpatch.progress import Progress
 from accelpatch.recipe import recipe as recipes
 from accelpatch.recipe.recipe import Recipe
-from accelpatch.tuning import auto
+from accelpatch.tuning import auto, kernels
 from accelpatch.tuning.auto import Bounds, Candidate, Search
+from accelpatch.tuning.kernels import Timed
 
 FOR_TRAINING = ("train",)  # bundled recipes that run as another does, but for training
 REPEATS = 3
+ROWS = {"cpu": (1, 2, 4, 8, 32, 128), "cuda": (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)}  # device -> rows of tokens
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,26 @@ def tune_auto(
     model = loading.from_config(name)
     found = [_candidate(model, one, where, shape, bool(names)) for one in names or recipes.bundled()]
     return auto.search(found, run, confirm, shape, bounds, limit, budget)
+
+
+def tune_kernels(
+    model: Any, *, rows: Sequence[int] = (), budget: float = 150.0, store: bool = True,
+    progress: Progress | None = None,
+) -> list[Timed]:  # fmt: skip
+    """Time the implementations of the calls that a patched model's modules make for so many rows of tokens.
+
+    rows: default: those of ROWS for its device. budget: seconds. store: whether later calls choose by what was found.
+    Raises PatchError for a model that is not patched, and CacheError.
+    """
+    handle_of(model)
+    device = next(model.parameters()).device
+    calls: dict[tuple[str, int], kernels.Call] = {}
+    for count in rows or ROWS[device.type]:
+        ids = prompt_ids(model.config.get_text_config(decoder=True).vocab_size, Shape(1, count, 1)).to(device)
+        with torch.no_grad(), kernels.recorded(calls):
+            model.unpatched_class.forward(model, input_ids=ids, use_cache=False)
+    where = devices.probe(str(device))
+    return kernels.tune(list(calls.values()), where, budget=budget, store=store, progress=progress)
 
 
 def tuned_recipe(found: Search, model: str, device: Any) -> str:

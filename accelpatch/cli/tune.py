@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from . import console, options, tune_auto, tune_gemms
+from . import console, options, tune_auto, tune_gemms, tune_kernels
 from .options import DeviceOption, JsonOption
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def tune() -> None:
 
 commands.command("auto")(tune_auto.auto)
 commands.command("trial")(tune_auto.trial)
+commands.command("kernels")(tune_kernels.kernels)
 commands.command("tunableop")(tune_gemms.tunableop)
 
 
