@@ -42,7 +42,7 @@ class Use:
 
     shape: Shape
     repeats: int = REPEATS
-    seconds: float = 40.0
+    seconds: float = 15.0
 
 
 def trial(
@@ -151,7 +151,8 @@ def _candidate(model: nn.Module, name: str, device: devices.Device, shape: Shape
     if not planned.replaced:
         return Candidate(name, skipped="it replaces nothing here")
     alike, same = _signatures(planned, recipe)
-    return Candidate(name, planned.resident_bytes + _cache(planned, shape), alike, same, calibrates(recipe))
+    size, read = planned.resident_bytes + _cache(planned, shape), planned.report().token_bytes[1]
+    return Candidate(name, size, read, alike, same, calibrates(recipe))
 
 
 def _signatures(planned: Plan, recipe: Recipe) -> tuple[Any, Any]:

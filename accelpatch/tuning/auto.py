@@ -40,12 +40,13 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A recipe that could be tried. size: bytes as planned. alike: what its plan replaces by what: another candidate
-    with the same runs as fast. same: that and all options. calibrates: whether making it takes a text. skipped: why it
-    is not tried."""
+    """A recipe that could be tried. size: bytes as planned. read: bytes a token, of which the fewest come first, for
+    decoding is bound by them. alike: what its plan replaces by what: another candidate with the same runs as fast.
+    same: that and all options. calibrates: whether making it takes a text. skipped: why it is not tried."""
 
     name: str
     size: int = 0
+    read: int = 0
     alike: Any = None
     same: Any = None
     calibrates: bool = False
@@ -111,7 +112,7 @@ def search(
     original's and those that confirm; those that calibrate come last. Raises AccelpatchError where the original cannot
     be measured."""
     made, end = Search(shape, bounds), time.monotonic() + budget
-    ordered = sorted(candidates, key=lambda one: (one.calibrates, one.name != FIRST))
+    ordered = sorted(candidates, key=lambda one: (one.calibrates, one.read, one.name != FIRST))
     made.original = _trial(ORIGINAL, run(ORIGINAL, limit), 0)
     if made.original.failed:
         raise AccelpatchError(f"the original could not be measured: {made.original.failed}")
