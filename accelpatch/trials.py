@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,11 +38,13 @@ ROWS = {"cpu": (1, 2, 4, 8, 32, 128), "cuda": (1, 2, 4, 8, 16, 32, 64, 128, 512,
 
 @dataclass(frozen=True)
 class Use:
-    """How a model is measured. repeats: timed calls at most; seconds: where they would take longer, fewer."""
+    """How a model is measured. repeats: timed calls at most; seconds: where they would take longer, fewer. hopeless: a
+    model whose first call takes longer, in seconds, is not timed again."""
 
     shape: Shape
     repeats: int = REPEATS
     seconds: float = 15.0
+    hopeless: float = math.inf
 
 
 def trial(
@@ -80,12 +82,11 @@ def _timed(model: nn.Module, use: Use) -> dict[str, float]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    begin, counts = time.monotonic(), (1, use.shape.new)
-    for count in counts:
-        generate(model, ids, count)
-    each = time.monotonic() - begin
-    repeats = max(1, min(use.repeats, int(use.seconds / each) - 1))
-    times = [[once(partial(generate, model, ids, count), device) for count in counts] for _ in range(repeats)]
+    calls = [partial(generate, model, ids, count) for count in (1, use.shape.new)]
+    times = [[once(call, device) for call in calls]]
+    if times[0][1] <= use.hopeless:  # the first ones warm up
+        repeats = max(1, min(use.repeats, int(use.seconds / sum(times[0])) - 1))
+        times = [[once(call, device) for call in calls] for _ in range(repeats)]
     short, whole = (statistics.median(column) for column in zip(*times, strict=True))
     found = {"prefill": min(short, whole), "decode": max(whole - short, 0.0)}
     if device.type == "cuda":

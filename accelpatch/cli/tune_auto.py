@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,9 @@ def trial(
     prompt: PromptOption = 128,
     new: NewOption = 64,
     repeats: RepeatsOption = 3,
+    hopeless: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="A model whose first call takes longer is timed once.")
+    ] = None,
     text: TextOption = None,
     tokens: TokensOption = 512,
     device: DeviceOption = "auto",
@@ -72,7 +76,7 @@ def trial(
     prompts.check_fits(loaded.model, prompt, new)
     tokenizer = prompts.tokenizer_of(loaded)
     ids = prompts.encode(tokenizer, words, chat=False, option="--text")[:, :tokens].to(loaded.model.device)
-    use = api.Use(Shape(batch, prompt, new), repeats)
+    use = api.Use(Shape(batch, prompt, new), repeats, hopeless=math.inf if hopeless is None else hopeless)
     console.print_json(api.trial(loaded.model, recipe, ids, use, tokenizer=tokenizer, beside=beside))
 
 
@@ -116,13 +120,14 @@ def auto(
     _finish(found, model, where, out, json)
 
 
-def _in_a_child(words: Sequence[str], name: str, seconds: float, beside: bool = False) -> Any:
+def _in_a_child(words: Sequence[str], name: str, seconds: float, hopeless: float, beside: bool = False) -> Any:
     """The figures of a trial in a process of its own, or why there are none."""
     from accelpatch.tuning import children
     from accelpatch.tuning.auto import ORIGINAL
 
     console.note(f"{name} and the original in one process" if beside else f"trying {name}")
     chosen = [] if name == ORIGINAL else ["--recipe", name]
+    chosen += ["--hopeless", str(hopeless)] if math.isfinite(hopeless) else []
     command = [*children.ACCELPATCH, "tune", "trial", *words, *chosen, *(["--beside"] if beside else [])]
     return children.run_json(command, seconds)
 

@@ -111,7 +111,8 @@ class Compiled:
             made = self._compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             self._compiled = None
-            self._paths[f"not compiled: {self._path}: {_line(str(error))}"] += 1
+            reason = getattr(error, "inner_exception", None) or error
+            self._paths[f"not compiled: {self._path}: {_line(str(reason))}"] += 1
             return self._call(*args, **kwargs)
         self._paths[f"compiled: {self._kind}"] += 1
         for reason, count in (_breaks() - known).items():

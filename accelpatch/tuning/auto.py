@@ -72,8 +72,10 @@ class Trial:
         return asdict(self)
 
 
-#: a trial of a recipe, or of the original, in a child process that has so many seconds: its figures, or why none
-Run = Callable[[str, float], Mapping[str, Any] | str]
+#: (recipe or ORIGINAL, seconds that the child process has, seconds of a call above which it is timed once) -> its
+#: figures, or why there are none
+Run = Callable[[str, float, float], Mapping[str, Any] | str]
+HOPELESS = 2.0  # times the fastest call so far
 
 
 @dataclass
@@ -113,7 +115,7 @@ def search(
     be measured."""
     made, end = Search(shape, bounds), time.monotonic() + budget
     ordered = sorted(candidates, key=lambda one: (one.calibrates, one.read, one.name != FIRST))
-    made.original = _trial(ORIGINAL, run(ORIGINAL, limit), 0)
+    made.original = _trial(ORIGINAL, run(ORIGINAL, limit, math.inf), 0)
     if made.original.failed:
         raise AccelpatchError(f"the original could not be measured: {made.original.failed}")
     for one in ordered:
@@ -121,8 +123,9 @@ def search(
         if reason or left <= 0:
             made.skipped[one.name] = reason or f"the time of all trials, {budget:g} s, was over"
         else:
-            made.trials.append(_trial(one.name, run(one.name, min(limit, left)), one.size))
-    _choose(made, lambda name: confirm(name, limit), {one.name: one.size for one in ordered})
+            best = min(trial.seconds for trial in (made.original, *made.within()))
+            made.trials.append(_trial(one.name, run(one.name, min(limit, left), HOPELESS * best), one.size))
+    _choose(made, lambda name: confirm(name, limit, math.inf), {one.name: one.size for one in ordered})
     return made
 
 

@@ -35,19 +35,21 @@ class Runs:
     def __init__(self, changes: Mapping[str, Any] | None = None, beside: Mapping[str, float] | None = None) -> None:
         self.tried: list[str] = []
         self.limits: list[float] = []
+        self.hopeless: list[float] = []
         self.confirmed: list[str] = []
         self._figures: dict[str, Any] = {**FIGURES, **(changes or {})}
         self._beside = beside or {}
 
-    def run(self, name: str, seconds: float) -> Mapping[str, Any] | str:
+    def run(self, name: str, seconds: float, hopeless: float) -> Mapping[str, Any] | str:
         self.tried.append(name)
         self.limits.append(seconds)
+        self.hopeless.append(hopeless)
         found = self._figures[name]
         if isinstance(found, str):
             return found
         return {"prefill": 0.1, "decode": found[0] - 0.1, "kl": found[1], "top1": 0.9}
 
-    def confirm(self, name: str, seconds: float) -> Mapping[str, Any] | str:
+    def confirm(self, name: str, seconds: float, hopeless: float) -> Mapping[str, Any] | str:
         self.confirmed.append(name)
         found = self._figures[name]
         return {"prefill": 0.1, "decode": self._beside.get(name, found[0]) - 0.1, "original_seconds": 1.0}
@@ -62,6 +64,7 @@ def test_the_fastest_within_the_bounds_is_chosen() -> None:
     assert found.chosen is not None
     assert found.chosen.name == "int8"
     assert runs.tried == ["original", "int4", "int8", "exact", "awq"]  # the fewest bytes first, calibrated ones last
+    assert runs.hopeless[1:] == [2.0, 2.0, 1.0, 1.0]  # twice the fastest within the bounds so far
     assert runs.confirmed == ["int8"]
     assert found.skipped == {"compact": "it is the same here as exact"}
 
@@ -92,8 +95,8 @@ def test_what_is_planned_too_large_is_not_tried() -> None:
 def test_a_peak_over_the_bound_does_not_count() -> None:
     runs = Runs()
 
-    def run(name: str, seconds: float) -> Any:
-        return {**dict(runs.run(name, seconds)), **({"peak": 9e9} if name == "int4" else {})}  # type: ignore[arg-type]
+    def run(name: str, seconds: float, hopeless: float) -> Any:
+        return {**dict(runs.run(name, seconds, hopeless)), **({"peak": 9e9} if name == "int4" else {})}  # type: ignore[arg-type]
 
     found = auto.search(EVERY, run, runs.confirm, SHAPE, Bounds(gb=5))
     assert found.chosen is not None
@@ -139,9 +142,9 @@ def test_an_original_that_fails_is_an_error() -> None:
 def test_the_time_of_all_trials_bounds_them() -> None:
     runs = Runs()
 
-    def slow(name: str, seconds: float) -> Any:
+    def slow(name: str, seconds: float, hopeless: float) -> Any:
         time.sleep(0.2)
-        return runs.run(name, seconds)
+        return runs.run(name, seconds, hopeless)
 
     found = auto.search(EVERY, slow, runs.confirm, SHAPE, Bounds(), limit=100.0, budget=0.5)
     assert found.skipped["exact"] == "the time of all trials, 0.5 s, was over"

@@ -112,5 +112,5 @@ def test_the_real_child_says_that_there_is_no_gpu(tmp_path: Path) -> None:
 
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(AccelpatchError, match="device 0: torch .* sees no GPU"):
+    with pytest.raises(AccelpatchError, match=r"device 0: torch .* sees no GPU"):
         gemms.tune(GEMMS[:1], ["0"], tmp_path / "out.csv", seconds=20)
