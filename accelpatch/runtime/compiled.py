@@ -75,7 +75,12 @@ def options_of(settings: Any, captures: bool) -> dict[str, Any]:
             )
     made = {} if settings.compile == "default" else dict(inductor.list_mode_options(settings.compile))
     made |= {CUDAGRAPHS: False} if captures and made.get(CUDAGRAPHS) else {}
-    return made | dict(settings.inductor)
+    made |= dict(settings.inductor)
+    try:
+        torch.compile(options_of, options=made or None)  # which compiles nothing yet, and looks at the options
+    except RuntimeError as error:
+        raise PlanError(f"runtime.inductor: torch refuses it ({_line(str(error))}): correct the value") from None
+    return made
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -188,6 +188,8 @@ def test_an_option_that_inductor_lacks_is_an_error_of_the_plan() -> None:
     model = tiny.make("Llama", **tiny._LLAMA)
     with pytest.raises(PlanError, match="no option 'max_autotun'; did you mean 'max_autotune'"):
         accelpatch.plan(model, _recipe(inductor={"max_autotun": True}))
+    with pytest.raises(PlanError, match=r"torch refuses it .*max_autotune"):
+        accelpatch.plan(model, _recipe(inductor={"max_autotune": "yes"}))
 
 
 @pytest.mark.parametrize(
