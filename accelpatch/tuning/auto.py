@@ -76,6 +76,7 @@ class Trial:
 #: figures, or why there are none
 Run = Callable[[str, float, float], Mapping[str, Any] | str]
 HOPELESS = 2.0  # times the fastest call so far
+SHARE = 0.25  # of the time of all trials that one of them may take
 
 
 @dataclass
@@ -110,21 +111,23 @@ def search(
     budget: float = math.inf,
 ) -> Search:  # fmt: skip
     """Try the candidates and choose. run: measures one; confirm: measures one beside the original in one process, and
-    its figures hold "original_seconds" too. limit: seconds of a trial. budget: of all trials together, but for the
+    its figures hold "original_seconds" too. limit: seconds of a trial. budget: of all trials together, of which one takes SHARE at most, but for the
     original's and those that confirm; those that calibrate come last. Raises AccelpatchError where the original cannot
     be measured."""
-    made, end = Search(shape, bounds), time.monotonic() + budget
+    made = Search(shape, bounds)
     ordered = sorted(candidates, key=lambda one: (one.calibrates, one.read, one.name != FIRST))
     made.original = _trial(ORIGINAL, run(ORIGINAL, limit, math.inf), 0)
     if made.original.failed:
         raise AccelpatchError(f"the original could not be measured: {made.original.failed}")
+    end = time.monotonic() + budget
     for one in ordered:
         reason, left = one.skipped or _not_worth(one, made, ordered), end - time.monotonic()
         if reason or left <= 0:
             made.skipped[one.name] = reason or f"the time of all trials, {budget:g} s, was over"
         else:
             best = min(trial.seconds for trial in (made.original, *made.within()))
-            made.trials.append(_trial(one.name, run(one.name, min(limit, left), HOPELESS * best), one.size))
+            most = min(limit, left, budget * SHARE)
+            made.trials.append(_trial(one.name, run(one.name, most, HOPELESS * best), one.size))
     _choose(made, lambda name: confirm(name, limit, math.inf), {one.name: one.size for one in ordered})
     return made
 

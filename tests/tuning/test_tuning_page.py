@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import yaml
 from accelpatch.kernels import dispatch, measured
 from accelpatch.kernels.ops.attention import stored
 from accelpatch.recipe import recipe as recipes
+from accelpatch.tuning import children
 from tests.cli.conftest import Cli, byte_tokenizer, cli, environment, save_model  # noqa: F401
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
@@ -80,13 +82,13 @@ def test_bounds_that_nothing_meets(cli: Cli) -> None:  # noqa: F811
     assert not Path("tuned.yaml").exists()
 
 
-def test_a_trial_that_hangs_is_killed_and_named(cli: Cli) -> None:  # noqa: F811
-    Path("hangs.py").write_text(
-        "import sys, time\nif 'trial' in sys.argv and '--recipe' in sys.argv: time.sleep(600)\n"
-    )
-    result = cli("tune", "auto", "./smollm2-135m", "--plugin", "hangs.py", "--budget", "5", *SHORT["auto"])
+def test_a_trial_that_hangs_is_killed_and_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    hanging = "import sys, time\nif '--recipe' in sys.argv: time.sleep(600)\nfrom accelpatch.cli import main\nmain()"
+    monkeypatch.setattr(children, "ACCELPATCH", (sys.executable, "-c", hanging))
+    result = cli("tune", "auto", "./smollm2-135m", "--budget", "12", *SHORT["auto"])
     assert result.exit_code == 1
-    assert re.search(r"int8: it did not end within [\d.]+ s, and was killed", result.output)
+    assert re.search(r"int8: it did not end within [\d.]+ s, and was killed", result.stdout)
+    assert not Path("tuned.yaml").exists()
 
 
 @pytest.mark.parametrize("text", _blocks("yaml"))
