@@ -111,9 +111,9 @@ def search(
     budget: float = math.inf,
 ) -> Search:  # fmt: skip
     """Try the candidates and choose. run: measures one; confirm: measures one beside the original in one process, and
-    its figures hold "original_seconds" too. limit: seconds of a trial. budget: of all trials together, of which one takes SHARE at most, but for the
-    original's and those that confirm; those that calibrate come last. Raises AccelpatchError where the original cannot
-    be measured."""
+    its figures hold "original_seconds" too. limit: seconds of a trial. budget: of all trials together, but for the
+    original's and those that confirm; one takes SHARE of it at most, and those that calibrate come last. Raises
+    AccelpatchError where the original cannot be measured."""
     made = Search(shape, bounds)
     ordered = sorted(candidates, key=lambda one: (one.calibrates, one.read, one.name != FIRST))
     made.original = _trial(ORIGINAL, run(ORIGINAL, limit, math.inf), 0)

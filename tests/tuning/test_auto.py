@@ -143,7 +143,7 @@ def test_the_time_of_all_trials_bounds_them() -> None:
     runs = Runs()
 
     def slow(name: str, seconds: float, hopeless: float) -> Any:
-        time.sleep(0.2)
+        time.sleep(0.3)
         return runs.run(name, seconds, hopeless)
 
     found = auto.search(EVERY, slow, runs.confirm, SHAPE, Bounds(), limit=100.0, budget=0.5)
