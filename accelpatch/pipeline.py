@@ -63,7 +63,19 @@ def plan_of(model: nn.Module, recipe: recipes.Recipe, device: devices.Device | N
     placement, roles = placement_of(model), roles_of(getattr(model, "config", None))
     facts = device or devices.probe(str(placement.device or device_of(model)))
     made = make_plan(model, recipe, facts, roles, registry(), smoothing_groups(model), known, placement, slower)
-    return replace(made, who_runs=who_runs.table, left=(*made.left, *_not_taken(made)))
+    return replace(made, who_runs=who_runs.table, left=(*made.left, *_not_taken(made), *_compiles(made)))
+
+
+def _compiles(planned: Plan) -> list[str]:
+    """The note about torch.compile, where the recipe asks for it."""
+    settings = planned.recipe.runtime
+    if settings.compile == compiled_parts.OFF:
+        return []
+    reason = compiled_parts.why_not(settings, planned.device)
+    said = (
+        f"has no effect: {reason}" if reason else "takes the layers that are not fused, or a model without fused ones"
+    )
+    return [f"compile: {settings.compile} {said}"]
 
 
 def _not_taken(planned: Plan) -> Iterator[str]:
@@ -152,9 +164,8 @@ def compile_parts(model: Any, handle: apply.Handle, runtime: Any, report: Report
     if settings.compile == compiled_parts.OFF:
         return
     fused = {record.path for record in report.sites if record.fused}
-    if (reason := compiled_parts.why_not(settings, device)) is not None:
-        report.notes.append(f"compile: {settings.compile} has no effect: {reason}")
-        return
+    if compiled_parts.why_not(settings, device) is not None:
+        return  # the plan says so
     captures = device.kind != "cpu" and settings.graph == "auto" and settings.cache == "auto"
     if fused:
         calls = list(compiled_parts.calls_of(model, fused, settings, captures, runtime.paths))

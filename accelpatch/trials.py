@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +20,13 @@ from accelpatch.bench.timing import once
 from accelpatch.checkpoints import as_stored
 from accelpatch.errors import AccelpatchError
 from accelpatch.from_files import calibrates
-from accelpatch.in_memory import handle_of, patch, plan
+from accelpatch.in_memory import AnyRecipe, handle_of, patch, plan
 from accelpatch.patching.evaluation import compare
 from accelpatch.patching.plan import Plan
 from accelpatch.progress import Progress
 from accelpatch.recipe import recipe as recipes
 from accelpatch.recipe.recipe import Recipe
+from accelpatch.runtime.compiled import OFF
 from accelpatch.tuning import auto, kernels
 from accelpatch.tuning.auto import Bounds, Candidate, Search
 from accelpatch.tuning.kernels import Timed
@@ -48,7 +48,7 @@ class Use:
 
 
 def trial(
-    model: nn.Module, recipe: str | Path | None, input_ids: Tensor, use: Use, *, tokenizer: Any = None,
+    model: nn.Module, recipe: AnyRecipe | None, input_ids: Tensor, use: Use, *, tokenizer: Any = None,
     beside: bool = False, **options: Any,
 ) -> dict[str, float]:  # fmt: skip
     """Figures of a model in memory with a recipe, or without: seconds of "prefill" and "decode" of a generate() call.
@@ -132,11 +132,19 @@ def tune_kernels(
 def tuned_recipe(found: Search, model: str, device: Any) -> str:
     """The chosen recipe as the text of a file, with its figures as comments."""
     assert found.chosen is not None
-    chosen = recipes.load(found.chosen.name)
+    chosen = recipe_named(found.chosen.name)
     stem = chosen.name.removeprefix("tuned-")
     named = replace(chosen, name=f"tuned-{stem}", description=f"{stem}, chosen by measurement; {chosen.description}")
     lines = auto.comments(found, model, devices.probe(str(device)).name)
     return "".join(f"# {line}\n" for line in lines) + recipes.dump(named)
+
+
+def recipe_named(name: str) -> Recipe:
+    """The recipe of a trial: of a bundled one or a file, with what stands behind its name."""
+    recipe = recipes.load(name.removesuffix(auto.COMPILED))
+    if name.endswith(auto.COMPILED):
+        return replace(recipe, runtime=replace(recipe.runtime, compile="default"))
+    return recipe
 
 
 def _candidate(model: nn.Module, name: str, device: devices.Device, shape: Shape, asked: bool) -> Candidate:
@@ -149,11 +157,11 @@ def _candidate(model: nn.Module, name: str, device: devices.Device, shape: Shape
         planned = plan(model, recipe, device=device)
     except AccelpatchError as error:
         return Candidate(name, skipped=f"it does not fit the model: {error}")
-    if not planned.replaced:
-        return Candidate(name, skipped="it replaces nothing here")
     alike, same = _signatures(planned, recipe)
-    size, read = planned.resident_bytes + _cache(planned, shape), planned.report().token_bytes[1]
-    return Candidate(name, size, read, alike, same, calibrates(recipe))
+    size, report = planned.resident_bytes + _cache(planned, shape), planned.report()
+    compiles = recipe.runtime.compile == OFF and not any(site.fused for site in report.sites)
+    nothing = "" if planned.replaced else "it replaces nothing here"
+    return Candidate(name, size, report.token_bytes[1], alike, same, calibrates(recipe), compiles, nothing)
 
 
 def _signatures(planned: Plan, recipe: Recipe) -> tuple[Any, Any]:

@@ -63,7 +63,7 @@ IMPORTS: dict[str, tuple[str, str]] = {
         "transformers trl peft datasets accelerate matplotlib yaml tqdm jinja2",
     ),
     "trials": (  # figures of recipes, and the search among them
-        "errors device progress bench recipe models patching checkpoints tuning in_memory from_files",
+        "errors device progress bench recipe models patching checkpoints runtime tuning in_memory from_files",
         "",
     ),
     "api": (

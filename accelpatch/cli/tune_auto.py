@@ -57,6 +57,9 @@ def trial(
     hopeless: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="A model whose first call takes longer is timed once.")
     ] = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="As the recipe with `runtime: {compile: default}`.")
+    ] = False,
     text: TextOption = None,
     tokens: TokensOption = 512,
     device: DeviceOption = "auto",
@@ -69,6 +72,7 @@ def trial(
     options.prepare(recipe or options.DEFAULT_RECIPE, plugin)
     from accelpatch import api
     from accelpatch.bench.generate import Shape
+    from accelpatch.tuning.auto import COMPILED
 
     from . import prompt as prompts
 
@@ -77,7 +81,8 @@ def trial(
     tokenizer = prompts.tokenizer_of(loaded)
     ids = prompts.encode(tokenizer, words, chat=False, option="--text")[:, :tokens].to(loaded.model.device)
     use = api.Use(Shape(batch, prompt, new), repeats, hopeless=math.inf if hopeless is None else hopeless)
-    console.print_json(api.trial(loaded.model, recipe, ids, use, tokenizer=tokenizer, beside=beside))
+    wanted = None if recipe is None else api.recipe_named(recipe + (COMPILED if compile else ""))
+    console.print_json(api.trial(loaded.model, wanted, ids, use, tokenizer=tokenizer, beside=beside))
 
 
 def auto(
@@ -123,10 +128,11 @@ def auto(
 def _in_a_child(words: Sequence[str], name: str, seconds: float, hopeless: float, beside: bool = False) -> Any:
     """The figures of a trial in a process of its own, or why there are none."""
     from accelpatch.tuning import children
-    from accelpatch.tuning.auto import ORIGINAL
+    from accelpatch.tuning.auto import COMPILED, ORIGINAL
 
     console.note(f"{name} and the original in one process" if beside else f"trying {name}")
-    chosen = [] if name == ORIGINAL else ["--recipe", name]
+    chosen = [] if name == ORIGINAL else ["--recipe", name.removesuffix(COMPILED)]
+    chosen += ["--compile"] if name.endswith(COMPILED) else []
     chosen += ["--hopeless", str(hopeless)] if math.isfinite(hopeless) else []
     command = [*children.ACCELPATCH, "tune", "trial", *words, *chosen, *(["--beside"] if beside else [])]
     return children.run_json(command, seconds)

@@ -38,7 +38,7 @@ class ModelRuntime:
 
     def modules(self, forward: Any, model: Any, args: Any, kwargs: Any) -> Any:
         """Outputs of a call by the model's modules. forward: of the model's own class."""
-        if self.compiled is None:
+        if self.compiled is None or vars(model).get("_is_replica", False):  # one of nn.DataParallel has other weights
             return forward(model, *args, **kwargs)
         return self.compiled(*args, **kwargs)
 

@@ -12,6 +12,8 @@ from accelpatch.bench.generate import Shape
 from accelpatch.errors import AccelpatchError
 
 ORIGINAL = "original"
+COMPILED = " with compile: default"  # behind a recipe's name: the same with torch.compile
+GAIN = 1.02  # the least by which compiled code must be faster to be taken
 FIRST = "exact"  # what others are said to be the same as
 
 
@@ -42,7 +44,8 @@ class Bounds:
 class Candidate:
     """A recipe that could be tried. size: bytes as planned. read: bytes a token, of which the fewest come first, for
     decoding is bound by them. alike: what its plan replaces by what: another candidate with the same runs as fast.
-    same: that and all options. calibrates: whether making it takes a text. skipped: why it is not tried."""
+    same: that and all options. calibrates: whether making it takes a text. compiles: whether torch.compile could take
+    what it leaves, as no layer is fused. skipped: why it is not tried."""
 
     name: str
     size: int = 0
@@ -50,6 +53,7 @@ class Candidate:
     alike: Any = None
     same: Any = None
     calibrates: bool = False
+    compiles: bool = False
     skipped: str = ""
 
 
@@ -128,8 +132,24 @@ def search(
             best = min(trial.seconds for trial in (made.original, *made.within()))
             most = min(limit, left, budget * SHARE)
             made.trials.append(_trial(one.name, run(one.name, most, HOPELESS * best), one.size))
-    _choose(made, lambda name: confirm(name, limit, math.inf), {one.name: one.size for one in ordered})
+    _compile(made, ordered, run, limit)
+    _choose(made, lambda name: confirm(name, limit, math.inf), {one.name: one.size for one in made.trials})
     return made
+
+
+def _compile(made: Search, every: Sequence[Candidate], run: Run, limit: float) -> None:
+    """Try the fastest within the bounds with torch.compile too; it stays off where it gains nothing."""
+    by_name = {one.name: one for one in every}
+    plain = made.within()[0] if made.within() else made.original
+    one = by_name.get(plain.name, next((one for one in every if one.name == FIRST and one.compiles), None))
+    if one is None or not one.compiles:
+        return
+    name = one.name + COMPILED
+    found = _trial(name, run(name, limit, math.inf), one.size)
+    if found.failed or plain.seconds >= GAIN * found.seconds:
+        made.trials.append(found)
+    else:
+        made.skipped[name] = f"a call takes {found.seconds:.3g} s, and {plain.seconds:.3g} s without: it is left off"
 
 
 def _not_worth(one: Candidate, made: Search, every: Sequence[Candidate]) -> str:

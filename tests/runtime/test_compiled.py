@@ -51,6 +51,7 @@ def _patched_parts(model: nn.Module) -> list[str]:
 def test_a_model_without_fused_layers_is_compiled_as_a_whole() -> None:
     model: Any = tiny.make("Llama", **tiny._LLAMA)
     before, settings = _generated(model), model.generation_config
+    assert "compile: default takes the layers that are not fused" in str(accelpatch.plan(model, _recipe(KEPT)))
     accelpatch.patch(model, _recipe(KEPT))
     report = model.accelpatch.report()
     assert "compile: default compiles the model's forward: no layer is fused" in report.notes
@@ -147,6 +148,7 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
     model: Any = tiny.make("Llama", **tiny._LLAMA)
+    assert "needs a C++ compiler" in str(accelpatch.plan(model, _recipe(KEPT)))
     with accelpatch.patched(model, _recipe(KEPT)):
         notes = " ".join(model.accelpatch.report().notes)
         assert "compile: default has no effect: torch.compile needs a C++ compiler for a CPU" in notes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from accelpatch.bench.generate import Shape
 from accelpatch.errors import AccelpatchError
 from accelpatch.recipe import recipe as recipes
-from accelpatch.trials import tune_auto, tuned_recipe
+from accelpatch.trials import recipe_named, tune_auto, tuned_recipe
 from accelpatch.tuning import auto, children
 from accelpatch.tuning.auto import Bounds, Candidate
 
@@ -150,6 +151,38 @@ def test_the_time_of_all_trials_bounds_them() -> None:
     assert found.skipped["exact"] == "the time of all trials, 0.5 s, was over"
     assert runs.limits[0] == 100.0
     assert max(runs.limits[1:]) <= 0.125  # a quarter of it, and no more than what is left
+
+
+ALONE = [Candidate("exact", GB, 4, compiles=True, skipped="it replaces nothing here"), EVERY[2]]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [pytest.param(0.3, "int8 with compile: default", id="faster"), pytest.param(0.495, "int8", id="no faster")],
+)
+def test_compiled_code_is_taken_where_it_is_faster(seconds: float, chosen: str) -> None:
+    runs = Runs({f"int8{auto.COMPILED}": (seconds, 0.003)})
+    every = [ALONE[0], replace(EVERY[2], compiles=True)]
+    found = auto.search(every, runs.run, runs.confirm, SHAPE, Bounds())
+    assert found.chosen is not None
+    assert found.chosen.name == chosen
+    said = found.skipped.get(f"int8{auto.COMPILED}", "")
+    assert said == ("" if chosen != "int8" else "a call takes 0.495 s, and 0.5 s without: it is left off")
+
+
+def test_a_model_of_which_nothing_is_replaced_can_be_compiled() -> None:
+    runs = Runs({f"exact{auto.COMPILED}": (0.4, 0.0)})
+    found = auto.search(ALONE[:1], runs.run, runs.confirm, SHAPE, Bounds())
+    assert found.chosen is not None
+    assert found.chosen.name == "exact with compile: default"
+    assert recipe_named(found.chosen.name).runtime.compile == "default"
+    assert recipe_named("exact").runtime.compile == "off"
+
+
+def test_fused_layers_are_not_compiled() -> None:
+    runs = Runs()
+    runs.search(Bounds())
+    assert not any(name.endswith(auto.COMPILED) for name in runs.tried)
 
 
 def test_the_recipe_is_written_with_its_figures(tmp_path: Any) -> None:
