@@ -20,7 +20,7 @@ from torch import nn
 from accelpatch import calibration
 from accelpatch import device as devices
 from accelpatch.fusion.verified import check_layers
-from accelpatch.kernels import added, who_runs
+from accelpatch.kernels import added, measured, who_runs
 from accelpatch.kernels.check.while_running import checked
 from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
@@ -59,7 +59,7 @@ def plan_of(model: nn.Module, recipe: recipes.Recipe, device: devices.Device | N
     """The plan for a model. device: default: the one that it is on. slower: see `make_plan`."""
     devices.forget_compilers()
     if recipe.runtime.compile != compiled_parts.OFF:
-        compiled_parts.options_of(recipe.runtime, captures=False)  # raises for an option that torch does not have
+        compiled_parts.options_of(recipe.runtime, captured=False)  # raises for an option that torch does not have
     placement, roles = placement_of(model), roles_of(getattr(model, "config", None))
     facts = device or devices.probe(str(placement.device or device_of(model)))
     made = make_plan(model, recipe, facts, roles, registry(), smoothing_groups(model), known, placement, slower)
@@ -105,8 +105,8 @@ def code_digest() -> str:
 
 
 def computed_by(model: Any, planned: Plan, recipe: Recipe) -> str:
-    """SHA-256 over what computes a patched model: the kernel libraries, the device, accelpatch's code and a plugin's,
-    torch, transformers, the recipe, the dtype and the attention. Two runs of one digest differ in nothing that
+    """SHA-256 over what computes a patched model: the kernel libraries, the device and what was tuned for it, accelpatch's
+    code and a plugin's, torch, transformers, the recipe, the dtype and the attention. Two runs of one digest differ in nothing that
     verification looks at, if the weights are the same."""
     device = planned.device
     homes = {type(entry.replacer).__module__ for entry in planned.replaced}
@@ -116,6 +116,7 @@ def computed_by(model: Any, planned: Plan, recipe: Recipe) -> str:
     facts = {
         "libraries": {name: libraries.fingerprint(name, device) for name in names},
         "device": [device.arch, device.name],
+        "tuned": [str(one) for one in measured.known(device)],
         "packages": {name: version(name) for name in ("torch", "transformers")},
         "code": [code_digest(), *(sha256(file) for file in sorted(plugins))],
         "recipe": recipes.dump(recipe),
@@ -166,17 +167,17 @@ def compile_parts(model: Any, handle: apply.Handle, runtime: Any, report: Report
     fused = {record.path for record in report.sites if record.fused}
     if compiled_parts.why_not(settings, device) is not None:
         return  # the plan says so
-    captures = device.kind != "cpu" and settings.graph == "auto" and settings.cache == "auto"
+    captured = compiled_parts.captures(model, settings, device)
     if fused:
-        calls = list(compiled_parts.calls_of(model, fused, settings, captures, runtime.paths))
+        calls = list(compiled_parts.calls_of(model, fused, settings, captured, runtime.paths))
         for part, call in calls:
             handle.set(part, compiled_parts.CALL, call)
         said = f"{len(calls)} layers that are not fused" if calls else "nothing, for every layer is fused"
         report.notes.append(f"compile: {settings.compile} compiles {said}")
         return
-    runtime.compiled = compiled_parts.whole(model, settings, captures, runtime.paths)
+    runtime.compiled = compiled_parts.whole(model, settings, captured, runtime.paths)
     report.notes.append(f"compile: {settings.compile} compiles the model's forward: no layer is fused")
-    if not captures and (made := compiled_parts.static_cache(model)) is not None:
+    if not captured and (made := compiled_parts.static_cache(model)) is not None:
         handle.configure(model, made, compiled_parts.SETTINGS)
         report.notes.append("generate() takes a static cache, so that its step is compiled once")
 

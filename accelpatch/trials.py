@@ -22,6 +22,7 @@ from accelpatch.errors import AccelpatchError
 from accelpatch.from_files import calibrates
 from accelpatch.in_memory import AnyRecipe, handle_of, patch, plan
 from accelpatch.patching.evaluation import compare
+from accelpatch.patching.extent import QUICK
 from accelpatch.patching.plan import Plan
 from accelpatch.progress import Progress
 from accelpatch.recipe import recipe as recipes
@@ -54,8 +55,8 @@ def trial(
     """Figures of a model in memory with a recipe, or without: seconds of "prefill" and "decode" of a generate() call.
 
     With a recipe also "kl" (nats) and "top1" beside the original on input_ids[1, L]; on a GPU "peak", the most bytes
-    that torch held while it generated. beside: the original is timed too, as "original_seconds". options: of `patch`.
-    The model stays patched, and its originals are freed.
+    that torch held while it generated. beside: the original is timed too, as "original_seconds". options: of `patch`,
+    which verifies the first replacement of each kind. The model stays patched, and its originals are freed.
     """
     found: dict[str, float] = {}
     if recipe is None or beside:
@@ -67,7 +68,7 @@ def trial(
 
     @contextmanager
     def patching() -> Iterator[nn.Module]:
-        yield patch(model, recipe, keep_original="none", tokenizer=tokenizer, **options)
+        yield patch(model, recipe, keep_original="none", verify=QUICK, tokenizer=tokenizer, **options)
 
     far = compare(model, input_ids, patching())
     return found | {"kl": max(far.kl, 0.0), "top1": far.top1} | _timed(model, use)

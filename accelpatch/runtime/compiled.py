@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticCache
 
+from accelpatch import own_code
 from accelpatch.device import Device
 from accelpatch.errors import PlanError
+from accelpatch.runtime.graphs.calls import copied
 
 OFF = "off"
 CUDAGRAPHS = "triton.cudagraphs"  # inductor's option by which it captures graphs of its own
@@ -60,8 +62,8 @@ def _without_compiler() -> str | None:
     return None
 
 
-def options_of(settings: Any, captures: bool) -> dict[str, Any]:
-    """The options of torch.compile for a recipe's Runtime. captures: whether accelpatch's own graphs hold the parts, so
+def options_of(settings: Any, captured: bool) -> dict[str, Any]:
+    """The options of torch.compile for a recipe's Runtime. captured: whether accelpatch's own graphs hold the parts, so
     that inductor makes none. Raises PlanError for a key that inductor does not have."""
     import torch._inductor as inductor
 
@@ -74,13 +76,19 @@ def options_of(settings: Any, captures: bool) -> dict[str, Any]:
                 + (f"; did you mean {close[0]!r}?" if close else "; torch._inductor.config lists them")
             )
     made = {} if settings.compile == "default" else dict(inductor.list_mode_options(settings.compile))
-    made |= {CUDAGRAPHS: False} if captures and made.get(CUDAGRAPHS) else {}
+    made |= {CUDAGRAPHS: False} if captured and made.get(CUDAGRAPHS) else {}
     made |= dict(settings.inductor)
     try:
         torch.compile(options_of, options=made or None)  # which compiles nothing yet, and looks at the options
     except RuntimeError as error:
         raise PlanError(f"runtime.inductor: torch refuses it ({_line(str(error))}): correct the value") from None
     return made
+
+
+def captures(model: nn.Module, settings: Any, device: Device) -> bool:
+    """Whether accelpatch's own graphs hold what is compiled: not on a CPU, nor of a class of a program's own."""
+    asked = device.kind != "cpu" and settings.graph == "auto" and settings.cache == "auto"
+    return asked and own_code.why_not_in(model.modules()) is None
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -100,6 +108,7 @@ class Compiled:
     def __init__(self, path: str, part: nn.Module, call: Any, options: Mapping[str, Any], paths: Counter[str]):
         self._kind = "a layer" if path else "the model"
         self._path, self._part, self._paths, self._call = path or "the model", part, paths, call
+        self._graphs = bool(options.get(CUDAGRAPHS))  # those of inductor, whose outputs its next call overwrites
         self._compiled: Any = torch.compile(call, options=dict(options) or None, **_OWN_CODE)
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -113,7 +122,10 @@ class Compiled:
             return self._call(*args, **kwargs)
         known = _breaks()
         try:
+            if self._graphs:
+                torch.compiler.cudagraph_mark_step_begin()
             made = self._compiled(*args, **kwargs)
+            made = copied(made) if self._graphs else made
         except torch._dynamo.exc.TorchDynamoException as error:
             self._compiled = None
             reason = getattr(error, "inner_exception", None) or error
@@ -130,9 +142,18 @@ class Compiled:
             return True
         if torch.is_grad_enabled() and any(one.requires_grad for one in part.parameters()):
             return True
-        if part.training or not any(isinstance(one, Cache) for one in (*args, *kwargs.values())):
+        caches = [one for one in (*args, *kwargs.values()) if isinstance(one, Cache)]
+        if self._graphs and not self._keeps_addresses(caches, kwargs):
+            return True
+        if part.training or not caches:
             return part.training
         return any(isinstance(one, Tensor) and not _one_token(one) for one in (*args[:1], *_inputs(kwargs)))
+
+    def _keeps_addresses(self, caches: list[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether no output of a call goes on living in a cache, where the next replay would overwrite it."""
+        if caches:
+            return all(isinstance(one, StaticCache) for one in caches)
+        return kwargs.get("use_cache") is False or not hasattr(self._part, "generate")
 
 
 def _inputs(kwargs: Mapping[str, Any]) -> list[Any]:
@@ -155,19 +176,19 @@ def _line(text: str) -> str:
 
 
 def calls_of(
-    model: nn.Module, fused: Collection[str], settings: Any, captures: bool, paths: Counter[str]
+    model: nn.Module, fused: Collection[str], settings: Any, captured: bool, paths: Counter[str]
 ) -> Iterator[tuple[nn.Module, Compiled]]:
     """(layer, what its `CALL` becomes) for each layer that is not in `fused`, nor compiled by the user."""
-    options = options_of(settings, captures)
+    options = options_of(settings, captured)
     for path, part in layers_of(model):
         if path not in fused and getattr(part, CALL, None) is None:
             yield part, Compiled(path, part, part._call_impl, options, paths)
 
 
-def whole(model: Any, settings: Any, captures: bool, paths: Counter[str]) -> Compiled:
+def whole(model: Any, settings: Any, captured: bool, paths: Counter[str]) -> Compiled:
     """The compiled forward of a model of which no layer is fused. model: patched, so that it knows its own class."""
     forward = functools.partial(model.unpatched_class.forward, model)
-    return Compiled("", model, forward, options_of(settings, captures), paths)
+    return Compiled("", model, forward, options_of(settings, captured), paths)
 
 
 def static_cache(model: nn.Module) -> Any:

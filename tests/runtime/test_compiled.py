@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 import accelpatch
 from accelpatch.errors import PlanError, RecipeError
@@ -219,5 +221,28 @@ def test_a_recipe_with_these_keys_comes_back_from_yaml() -> None:
 
 def test_where_accelpatch_captures_inductor_does_not() -> None:
     settings = recipes.parse("extends: exact\nruntime: {compile: reduce-overhead}").runtime
-    assert compiled.options_of(settings, captures=True)[compiled.CUDAGRAPHS] is False
-    assert compiled.options_of(settings, captures=False)[compiled.CUDAGRAPHS] is True
+    assert compiled.options_of(settings, captured=True)[compiled.CUDAGRAPHS] is False
+    assert compiled.options_of(settings, captured=False)[compiled.CUDAGRAPHS] is True
+
+
+class Stub:
+    """Stands for compiled code whose outputs the next call overwrites, as those of inductor's graphs."""
+
+    def __init__(self) -> None:
+        self.held = torch.zeros(2)
+
+    def __call__(self, x: Tensor, **others: Any) -> Tensor:
+        return self.held.copy_(x)
+
+
+def test_outputs_of_inductors_graphs_are_the_callers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda call, **options: Stub())
+    paths: Counter[str] = Counter()
+    run = compiled.Compiled("", nn.Identity().eval(), lambda x, **others: x, {compiled.CUDAGRAPHS: True}, paths)
+    with torch.no_grad():
+        first, second = run(torch.tensor([1.0, 2.0])), run(torch.tensor([3.0, 4.0]))
+        assert first.tolist() == [1.0, 2.0]
+        assert second.tolist() == [3.0, 4.0]
+        assert paths["compiled: the model"] == 2
+        run(torch.tensor([1.0, 2.0]), past_key_values=DynamicCache())  # which would hold such outputs
+    assert paths["compiled: the model"] == 2
