@@ -105,9 +105,9 @@ def code_digest() -> str:
 
 
 def computed_by(model: Any, planned: Plan, recipe: Recipe) -> str:
-    """SHA-256 over what computes a patched model: the kernel libraries, the device and what was tuned for it, accelpatch's
-    code and a plugin's, torch, transformers, the recipe, the dtype and the attention. Two runs of one digest differ in nothing that
-    verification looks at, if the weights are the same."""
+    """SHA-256 over what computes a patched model: the kernel libraries, the device and its tuning, the code of
+    accelpatch and of a plugin, torch, transformers, the recipe, the dtype and the attention. Two runs of one digest
+    differ in nothing that verification looks at, if the weights are the same."""
     device = planned.device
     homes = {type(entry.replacer).__module__ for entry in planned.replaced}
     files = {getattr(sys.modules.get(home), "__file__", None) for home in homes if not home.startswith("accelpatch.")}

@@ -97,7 +97,7 @@ def _timed(model: nn.Module, use: Use) -> dict[str, float]:
 
 def tune_auto(
     name: str, run: auto.Run, confirm: auto.Run, shape: Shape, bounds: Bounds, *, device: Any = "cpu",
-    names: Sequence[str] = (), limit: float = 300.0, budget: float = 240.0,
+    names: Sequence[str] = (), limit: float = 300.0, budget: float = 200.0,
 ) -> Search:  # fmt: skip
     """Find the fastest recipe within the bounds for a model by name. run, confirm, limit, budget: see `auto.search`.
 

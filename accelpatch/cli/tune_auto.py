@@ -94,7 +94,7 @@ def auto(
     new: NewOption = 64,
     recipes: RecipesOption = None,
     limit: LimitOption = 300.0,
-    budget: BudgetOption = 240.0,
+    budget: BudgetOption = 200.0,
     repeats: RepeatsOption = 3,
     text: TextOption = None,
     tokens: TokensOption = 512,
