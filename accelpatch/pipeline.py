@@ -177,8 +177,8 @@ def compile_parts(model: Any, handle: apply.Handle, runtime: Any, report: Report
         return
     runtime.compiled = compiled_parts.whole(model, settings, captured, runtime.paths)
     report.notes.append(f"compile: {settings.compile} compiles the model's forward: no layer is fused")
-    if not captured and (made := compiled_parts.static_cache(model)) is not None:
-        handle.configure(model, made, compiled_parts.SETTINGS)
+    if not captured and compiled_parts.takes_static_cache(model):
+        runtime.static_cache = True
         report.notes.append("generate() takes a static cache, so that its step is compiled once")
 
 

@@ -112,9 +112,9 @@ class Handle:
         """Set an attribute of a module's instance until the model is unpatched; what was set first is undone first."""
         self._begin(Change(owner, name, vars(owner).get(name, Absent), value))
 
-    def configure(self, owner: nn.Module, settings: Any, name: str = "config") -> None:
+    def configure(self, owner: nn.Module, settings: Any) -> None:
         """Give a module another configuration until the model is unpatched."""
-        self._begin(SettingsChange(owner, name, vars(owner)[name], settings))
+        self._begin(SettingsChange(owner, "config", vars(owner)["config"], settings))
 
     def _begin(self, change: Change) -> None:
         self.changes.insert(0, change)  # the last one's owner is the model

@@ -7,7 +7,6 @@ modules inside; captured steps and calls capture the compiled code. Whatever can
 
 from __future__ import annotations
 
-import copy
 import difflib
 import functools
 import inspect
@@ -23,6 +22,7 @@ from transformers.cache_utils import Cache, StaticCache
 from accelpatch import own_code
 from accelpatch.device import Device
 from accelpatch.errors import PlanError
+from accelpatch.fusion.cache_name import CACHE
 from accelpatch.runtime.graphs.calls import copied
 
 OFF = "off"
@@ -191,13 +191,16 @@ def whole(model: Any, settings: Any, captured: bool, paths: Counter[str]) -> Com
     return Compiled("", model, forward, options_of(settings, captured), paths)
 
 
-def static_cache(model: nn.Module) -> Any:
-    """A generation configuration by which the model's cache keeps its size, so that a step is compiled once; None for a
-    model that does not generate, takes no such cache, or whose user chose one."""
-    settings = vars(model).get(SETTINGS)
+def takes_static_cache(model: nn.Module) -> bool:
+    """Whether a model generates over a cache whose size stays the same, so that a step is compiled once."""
     takes = getattr(model, "_can_compile_fullgraph", False) or getattr(model, "_supports_static_cache", False)
-    if settings is None or not takes or getattr(settings, "cache_implementation", None) is not None:
-        return None
-    made = copy.deepcopy(settings)
-    made.cache_implementation, made.disable_compile = "static", True  # it is compiled here
-    return made
+    return bool(takes) and getattr(model, SETTINGS, None) is not None
+
+
+def with_static_cache(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a generate() call, with a static cache where the caller chose none."""
+    settings = given.get(SETTINGS) or getattr(model, SETTINGS)
+    chosen = [given.get(CACHE), given.get("cache_implementation"), getattr(settings, "cache_implementation", None)]
+    if any(one is not None for one in chosen) or given.get("use_cache", settings.use_cache) is False:
+        return dict(given)
+    return {**given, "cache_implementation": "static", "disable_compile": True}  # it is compiled here

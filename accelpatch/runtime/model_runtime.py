@@ -20,6 +20,7 @@ class ModelRuntime:
 
     loss = "whole"
     compiled: Any = None  # the model's forward, compiled; None where the recipe does not ask for it
+    static_cache = False  # whether generate() makes a static cache, for the compiled forward
 
     def __init__(self, *settings: Any) -> None:
         self.paths: Counter[str] = Counter()

@@ -76,7 +76,7 @@ class _Switch:
     """TunableOp in this process: on while a model uses it, and then as it was before."""
 
     def __init__(self) -> None:
-        self._lock, self._users, self._before = threading.Lock(), 0, (False, True)
+        self._lock, self._users, self._before = threading.RLock(), 0, (False, True)
 
     def on(self) -> None:
         with self._lock:
@@ -102,6 +102,7 @@ class Applied:
     """A file's GEMMs in use, until `close()`. Raises PatchError where torch does not take them."""
 
     def __init__(self, found: TunedGemms, file: str):
+        self._open = False
         _switch.on()
         self._open = True
         if not _given_to_torch(found):
@@ -113,6 +114,8 @@ class Applied:
         if self._open:
             self._open = False
             _switch.off()
+
+    __del__ = close  # the model went without being unpatched
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of the model uses them as long as this one does."""

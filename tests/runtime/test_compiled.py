@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import accelpatch
 from accelpatch.errors import PlanError, RecipeError
+from accelpatch.fusion.cache_name import CACHE
 from accelpatch.recipe import recipe as recipes
 from accelpatch.runtime import compiled
 from tests.support import tiny
@@ -57,13 +58,19 @@ def test_a_model_without_fused_layers_is_compiled_as_a_whole() -> None:
     accelpatch.patch(model, _recipe(KEPT))
     report = model.accelpatch.report()
     assert "compile: default compiles the model's forward: no layer is fused" in report.notes
-    assert model.generation_config.cache_implementation == "static"
+    made = model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
+    assert isinstance(made[CACHE], StaticCache)
+    own = model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, return_dict_in_generate=True,
+                         cache_implementation="dynamic")  # fmt: skip
+    assert isinstance(own[CACHE], DynamicCache)
     report.paths.clear()
     assert torch.equal(_generated(model), before)
     assert report.paths["compiled: the model"] == 5  # all but the prompt
     accelpatch.unpatch(model)
     assert model.generation_config is settings
     assert settings.cache_implementation is None
+    made = model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
+    assert isinstance(made[CACHE], DynamicCache)
     assert torch.equal(_generated(model), before)
 
 
@@ -154,7 +161,7 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with accelpatch.patched(model, _recipe(KEPT)):
         notes = " ".join(model.accelpatch.report().notes)
         assert "compile: default has no effect: torch.compile needs a C++ compiler for a CPU" in notes
-        assert model.generation_config.cache_implementation is None
+        assert not any("static cache" in note for note in model.accelpatch.report().notes)
 
 
 @pytest.mark.usefixtures("eager")

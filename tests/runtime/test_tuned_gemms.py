@@ -64,7 +64,7 @@ def test_it_is_on_until_the_last_model_is_unpatched(torch_: Torch, file: Path) -
     first.close()
     first.close()
     assert torch_.state["enabled"]
-    second.close()
+    del second  # as a model that goes without being unpatched
     assert torch_.state == {"enabled": False, "tuning": True}
 
 
