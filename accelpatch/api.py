@@ -33,13 +33,14 @@ from accelpatch.runtime.code_watch import CODE
 from accelpatch.runtime.generation.first_use import on_first_use
 from accelpatch.runtime.generation.on_demand import unpatch_on_demand
 from accelpatch.training.runs import finetune
+from accelpatch.trials import Use, recipe_named, trial, tune_auto, tune_kernels, tuned_recipe
 from accelpatch.tuning.attention import tune as tune_attention
 
 __all__ = [
-    "attach", "calibrate", "check_tasks", "evaluate", "evaluate_tasks", "export", "finetune",
+    "Use", "attach", "calibrate", "check_tasks", "evaluate", "evaluate_tasks", "export", "finetune",
     "is_patched", "load", "load_plugin", "merge", "merge_files", "patch", "patch_on_first_use", "patched", "plan",
-    "plan_from_config", "quantize", "random_model", "register_checkpoints", "replacer", "save_statistics", "selftest",
-    "tune_attention", "unpatch",
+    "plan_from_config", "quantize", "random_model", "recipe_named", "register_checkpoints", "replacer",
+    "save_statistics", "selftest", "trial", "tune_attention", "tune_auto", "tune_kernels", "tuned_recipe", "unpatch",
 ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from accelpatch import calibration
 from accelpatch import device as devices
 from accelpatch.fusion.verified import check_layers
 from accelpatch.fusion.verified_encoders import check_encoders, encoder_layers, lay_out
-from accelpatch.kernels import added, who_runs
+from accelpatch.kernels import added, measured, who_runs
 from accelpatch.kernels.check.while_running import checked
 from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
@@ -49,6 +49,8 @@ from accelpatch.recipe.recipe import Recipe
 from accelpatch.replacers import registry
 from accelpatch.replacers.stored import known
 from accelpatch.report import Report
+from accelpatch.runtime import compiled as compiled_parts
+from accelpatch.runtime import tuned_gemms
 from accelpatch.runtime.generation.patched_model import new_runtime, patched_classes
 from accelpatch.runtime.generation.weight_methods import SAVE
 
@@ -58,10 +60,24 @@ SOURCES = (".py", ".hip", ".h", ".cpp", ".inc", ".cu")
 def plan_of(model: nn.Module, recipe: recipes.Recipe, device: devices.Device | None, slower: bool = False) -> Plan:
     """The plan for a model. device: default: the one that it is on. slower: see `make_plan`."""
     devices.forget_compilers()
+    if recipe.runtime.compile != compiled_parts.OFF:
+        compiled_parts.options_of(recipe.runtime, captured=False)  # raises for an option that torch does not have
     placement, roles = placement_of(model), {**layer_roles(model), **roles_of(getattr(model, "config", None))}
     facts = device or devices.probe(str(placement.device or device_of(model)))
     made = make_plan(model, recipe, facts, roles, registry(), smoothing_groups(model), known, placement, slower)
-    return replace(made, who_runs=who_runs.table, left=(*made.left, *_not_taken(made)))
+    return replace(made, who_runs=who_runs.table, left=(*made.left, *_not_taken(made), *_compiles(made)))
+
+
+def _compiles(planned: Plan) -> list[str]:
+    """The note about torch.compile, where the recipe asks for it."""
+    settings = planned.recipe.runtime
+    if settings.compile == compiled_parts.OFF:
+        return []
+    reason = compiled_parts.why_not(settings, planned.device)
+    said = (
+        f"has no effect: {reason}" if reason else "takes the layers that are not fused, or a model without fused ones"
+    )
+    return [f"compile: {settings.compile} {said}"]
 
 
 def _not_taken(planned: Plan) -> Iterator[str]:
@@ -91,9 +107,9 @@ def code_digest() -> str:
 
 
 def computed_by(model: Any, planned: Plan, recipe: Recipe) -> str:
-    """SHA-256 over what computes a patched model: the kernel libraries, the device, accelpatch's code and a plugin's,
-    torch, transformers, the recipe, the dtype and the attention. Two runs of one digest differ in nothing that
-    verification looks at, if the weights are the same."""
+    """SHA-256 over what computes a patched model: the kernel libraries, the device and its tuning, the code of
+    accelpatch and of a plugin, torch, transformers, the recipe, the dtype and the attention. Two runs of one digest
+    differ in nothing that verification looks at, if the weights are the same."""
     device = planned.device
     homes = {type(entry.replacer).__module__ for entry in planned.replaced}
     files = {getattr(sys.modules.get(home), "__file__", None) for home in homes if not home.startswith("accelpatch.")}
@@ -102,6 +118,7 @@ def computed_by(model: Any, planned: Plan, recipe: Recipe) -> str:
     facts = {
         "libraries": {name: libraries.fingerprint(name, device) for name in names},
         "device": [device.arch, device.name],
+        "tuned": [str(one) for one in measured.known(device)],
         "packages": {name: version(name) for name in ("torch", "transformers")},
         "code": [code_digest(), *(sha256(file) for file in sorted(plugins))],
         "recipe": recipes.dump(recipe),
@@ -158,6 +175,35 @@ def fuse_encoders(model: nn.Module, request: Request, captured: Captured, report
     record_layers(records, recipe, errors, failed, unfused)
 
 
+def gemms_of(planned: Plan) -> tuned_gemms.TunedGemms | None:
+    """The tuned GEMMs that a recipe names, checked against this machine; None for a CPU, which has none."""
+    file = planned.recipe.runtime.tunableop
+    return None if file is None or planned.device.kind == "cpu" else tuned_gemms.check(file, planned.device)
+
+
+def compile_parts(model: Any, handle: apply.Handle, runtime: Any, report: Report) -> None:
+    """Have torch compile what no fused layer takes, as the recipe says; all of it until the model is unpatched."""
+    settings, device = handle.plan.recipe.runtime, handle.plan.device
+    if settings.compile == compiled_parts.OFF:
+        return
+    fused = {record.path for record in report.sites if record.fused}
+    if compiled_parts.why_not(settings, device) is not None:
+        return  # the plan says so
+    captured = compiled_parts.captures(model, settings, device)
+    if fused:
+        calls = list(compiled_parts.calls_of(model, fused, settings, captured, runtime.paths))
+        for part, call in calls:
+            handle.set(part, compiled_parts.CALL, call)
+        said = f"{len(calls)} layers that are not fused" if calls else "nothing, for every layer is fused"
+        report.notes.append(f"compile: {settings.compile} compiles {said}")
+        return
+    runtime.compiled = compiled_parts.whole(model, settings, captured, runtime.paths)
+    report.notes.append(f"compile: {settings.compile} compiles the model's forward: no layer is fused")
+    if not captured and compiled_parts.takes_static_cache(model):
+        runtime.static_cache = True
+        report.notes.append("generate() takes a static cache, so that its step is compiled once")
+
+
 @contextmanager
 def writing(model: nn.Module) -> Iterator[None]:
     """Context manager in which a model on a CPU generates with int8 weights: it writes its own text in less time."""
@@ -176,6 +222,7 @@ def carry_out(model: Any, request: Request) -> None:
     notes: list[str] = []
     planned, extent = request.planned, request.extent
     request.placement.check_room(planned)
+    gemms = gemms_of(planned)
     formula.check_unpacking(planned.entries)
     stats = calibration.of_request(model, request, writing, notes)
     copying = HostCopies(rounded_weights(planned) if request.keep_original == "cpu" else [])
@@ -197,6 +244,9 @@ def carry_out(model: Any, request: Request) -> None:
                 handle.configure(owner, settings)
             runtime.code.look()
             fuse(model, request, runtime, captured, report)
+            compile_parts(model, handle, runtime, report)
+            if gemms is not None:
+                handle.set(model, tuned_gemms.TUNED, tuned_gemms.Applied(gemms, str(planned.recipe.runtime.tunableop)))
             report.verification = whole_model(model, captured, report, request)
             report.quality = quality.of_loaded(planned.recipe, planned.device.kind) if request.at_hand else None
             apply.settle(handle, made, copies, request.watch, request.placement)

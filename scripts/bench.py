@@ -35,6 +35,7 @@ TOPICS = {
     "flash": "Time the attention of prompts by every implementation.",
     "gemv": "Time the HIP products of 1 to 8 tokens beside their peers.",
     "train": "Time a step of LoRA training beside PEFT in bf16 and bitsandbytes.",
+    "compiled": "Time models of no known family with torch.compile and without.",
     "cpu": "Time this CPU through generate(), beside llama.cpp.",
 }
 

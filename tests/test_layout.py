@@ -67,8 +67,13 @@ IMPORTS: dict[str, tuple[str, str]] = {
         "errors progress recipe from_files",
         "transformers trl peft datasets accelerate matplotlib yaml tqdm jinja2",
     ),
+    "trials": (  # figures of recipes, and the search among them
+        "errors device progress bench recipe models patching checkpoints runtime tuning in_memory from_files",
+        "",
+    ),
     "api": (
-        "adapters training errors models patching kernels checkpoints replacers runtime tuning in_memory from_files",
+        "adapters trials training errors models patching kernels checkpoints replacers runtime tuning in_memory "
+        "from_files",
         "",
     ),
     "hf": ("api checkpoints", ""),  # what a program imports to have transformers load saved patched models

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from . import console, options
+from . import console, options, tune_auto, tune_gemms, tune_kernels
 from .options import DeviceOption, JsonOption
 
 if TYPE_CHECKING:
@@ -19,6 +19,12 @@ LENGTHS, ON_CPU, SIZES = "512,2048,8192,32768", "512,2048", "64,128"
 @commands.callback()
 def tune() -> None:
     """Measure on this machine which implementations are the fastest."""
+
+
+commands.command("auto")(tune_auto.auto)
+commands.command("trial")(tune_auto.trial)
+commands.command("kernels")(tune_kernels.kernels)
+commands.command("tunableop")(tune_gemms.tunableop)
 
 
 @commands.command("attention")

@@ -19,6 +19,7 @@ import torch
 from accelpatch.device import Device, probe
 from accelpatch.errors import CompileError, KernelError
 from accelpatch.kernels import added, choice, regions, uncompiled
+from accelpatch.kernels import measured as tuned
 from accelpatch.kernels.arguments import FLOATS
 from accelpatch.kernels.spec import Described, Implementation, Kernel, Result, Spec, in_precision
 from accelpatch.kernels.table import TABLE as TABLE
@@ -74,7 +75,8 @@ def order(op: str, spec: Spec, device: Device) -> Sequence[str]:
     """The implementations to try for `spec`: a user's, those measured on this machine, those of choice.TABLE."""
     entry, listed = kernel(op), choice.row(op, spec, device).order
     measured = () if entry.measured is None else (name for name in entry.measured(spec, device) if name in listed)
-    return tuple(dict.fromkeys((*added.first(op, spec), *measured, *listed)))
+    faster = tuned.preferred(spec, device) if entry.registered else ()
+    return tuple(dict.fromkeys((*added.first(op, spec), *faster, *measured, *listed)))
 
 
 def choose(op: str, spec: Spec, device: Device) -> str:

@@ -108,9 +108,15 @@ class Handle:
         self.changes.append(change)
         change.apply()
 
+    def set(self, owner: nn.Module, name: str, value: Any) -> None:
+        """Set an attribute of a module's instance until the model is unpatched; what was set first is undone first."""
+        self._begin(Change(owner, name, vars(owner).get(name, Absent), value))
+
     def configure(self, owner: nn.Module, settings: Any) -> None:
         """Give a module another configuration until the model is unpatched."""
-        change = SettingsChange(owner, "config", vars(owner)["config"], settings)
+        self._begin(SettingsChange(owner, "config", vars(owner)["config"], settings))
+
+    def _begin(self, change: Change) -> None:
         self.changes.insert(0, change)  # the last one's owner is the model
         change.apply()
 

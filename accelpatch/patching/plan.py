@@ -84,6 +84,8 @@ class Plan:
         if self.device.kind == "cpu":  # CPU steps are not captured
             asked = {"runtime.cache": runtime.cache != "auto", "runtime.graph": runtime.graph != "auto"}
             asked["runtime.speculate"] = runtime.speculate != "off"
+            asked["runtime.tunableop"] = runtime.tunableop is not None
+        asked["runtime.inductor"] = bool(runtime.inductor) and runtime.compile == "off"
         asked["calibrate"] = self.recipe.calibrate is not None and not self.calibrates
         return [f"{key} is set and has no effect here" for key, is_set in asked.items() if is_set]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import importlib.resources
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class Runtime:
-    """How the patched model runs: the values of CACHES, GRAPHS, SPECULATIONS and PADDINGS in recipe/schema.py."""
+    """How the patched model runs: the values of CACHES, GRAPHS, SPECULATIONS, PADDINGS and COMPILES in
+    recipe/schema.py."""
 
     cache: str = "auto"
     graph: str = "auto"
@@ -62,6 +63,9 @@ class Runtime:
     speculate: str = "off"
     padding: str = "remove"  # of batches that encoders take; "keep" computes it
     loss: str = "whole"  # in training; "chunked" holds no more than a part of the logits at once
+    compile: str = "off"  # torch.compile's mode for what no fused layer takes
+    inductor: Mapping[str, Any] = field(default_factory=dict)  # its options, as torch._inductor.config names them
+    tunableop: str | None = None  # a file of tuned GEMMs, of `accelpatch tune tunableop`
 
 
 @dataclass(frozen=True)
@@ -235,6 +239,8 @@ def _resolved(document: _Document) -> Recipe:
 def _draft(document: _Document, chain: tuple[str, ...]) -> Draft:
     """The document merged over the recipe that it extends. chain: the sources that led to it, to detect cycles."""
     draft = read_document(read(document.data, document.source), Path(document.source).stem)
+    if document.folder is not None and (file := draft.runtime.get("tunableop")):
+        draft = replace(draft, runtime={**draft.runtime, "tunableop": str(document.folder / file)})
     if draft.extends is None:
         return draft
     base = _base(draft.extends, document)

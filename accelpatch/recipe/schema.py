@@ -20,6 +20,7 @@ GRAPHS = ("auto", "off")
 SPECULATIONS = ("off", "prompt_lookup")
 PADDINGS = ("remove", "keep")
 LOSSES = ("whole", "chunked")
+COMPILES = ("off", "default", "reduce-overhead", "max-autotune")
 METRICS = ("relative_rmse", "max_abs", "cosine")
 FALLBACKS = ("keep", "error")
 
@@ -176,6 +177,13 @@ def _options(node: Node, key: str) -> dict[str, Any]:
     return {name: value.plain() for name, value in options.items()}
 
 
+def _inductor(node: Node, key: str) -> dict[str, Any]:
+    options = node.mapping(key)
+    for name, value in options.items():
+        value.expect(f"{key}.{name}", bool, int, float, str)
+    return {name: value.plain() for name, value in options.items()}
+
+
 def _replacer(node: Node, key: str) -> str:
     text = node.text(key)
     if not _REPLACER.fullmatch(text):
@@ -269,6 +277,9 @@ READERS: Mapping[str, Mapping[str, Reader]] = {
         "speculate": _choice(SPECULATIONS),
         "padding": _choice(PADDINGS),
         "loss": _choice(LOSSES),
+        "compile": _choice(COMPILES),
+        "inductor": _inductor,
+        "tunableop": _unless_null(Node.text),
     },
     "verify": {
         "metric": _choice(METRICS),

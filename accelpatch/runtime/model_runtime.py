@@ -24,6 +24,8 @@ class ModelRuntime:
     loss = "whole"
     padding = "remove"
     _stacks: list[Stack] | None = None
+    compiled: Any = None  # the model's forward, compiled; None where the recipe does not ask for it
+    static_cache = False  # whether generate() makes a static cache, for the compiled forward
 
     def __init__(self, *settings: Any) -> None:
         self.paths: Counter[str] = Counter()
@@ -47,6 +49,12 @@ class ModelRuntime:
         if self._stacks is None:
             self._stacks = stacks_of(model)
         return packing_of(model, self._stacks, given)
+
+    def modules(self, forward: Any, model: Any, args: Any, kwargs: Any) -> Any:
+        """Outputs of a call by the model's modules. forward: of the model's own class."""
+        if self.compiled is None or vars(model).get("_is_replica", False):  # one of nn.DataParallel has other weights
+            return forward(model, *args, **kwargs)
+        return self.compiled(*args, **kwargs)
 
     def encoder_outputs(self, part: Any, given: Mapping[str, Any] | None) -> Any:
         """Outputs of a call of a model inside an encoder-decoder, if it is the encoder's and captured; else None."""

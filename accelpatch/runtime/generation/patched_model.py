@@ -23,6 +23,7 @@ from accelpatch.modules.replacement import COPIED, copied_by, copy_with_parts
 from accelpatch.runtime import chunked_loss
 from accelpatch.runtime.cache_contents import OWN_CACHE
 from accelpatch.runtime.code_watch import CODE, CodeWatch
+from accelpatch.runtime.compiled import with_static_cache
 from accelpatch.runtime.cpu.native_step import NativeRuntime
 from accelpatch.runtime.cpu.torch_threads import all_threads, one_thread
 from accelpatch.runtime.generation.adapter_targets import CONFIGS, configurations
@@ -146,6 +147,8 @@ def _generating(cls: Any, name: str) -> Any:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("generation_config") or getattr(self, "generation_config", None)
         wanted = kwargs.get(WEIGHTS, getattr(config, WEIGHTS, None))
+        if getattr(vars(self).get(RUNTIME), "static_cache", False):
+            kwargs = with_static_cache(self, kwargs)
         with originals(self) if wanted else nullcontext():
             return stock(self, *args, **kwargs)
 
@@ -222,7 +225,7 @@ def _stepping(cls: Any) -> Any:
                 if runtime.code.others:
                     runtime.paths[f"modules of other code: {runtime.code.others}"] += 1
                 with all_threads():
-                    return cls.forward(self, *args, **kwargs)
+                    return runtime.modules(cls.forward, self, args, kwargs)
             return outputs
 
     return behind_checks(cls.forward, forward)
