@@ -49,11 +49,13 @@ def packing_of(model: Any, stacks: Sequence[Stack], given: Mapping[str, Any]) ->
     mask = given.get(MASK)
     if not stacks or not isinstance(mask, Tensor) or mask.dim() != 2 or not _is_plain(model, given):
         return None
-    if mask.numel() < LEAST.get(mask.device.type, 0) or not all(_fits(stack, mask.device) for stack in stacks):
+    if mask.numel() < LEAST.get(mask.device.type, 0):
         return None
     kept = mask != 0
     lengths = kept.sum(1).tolist()  # waits for the device, as transformers' own look at a mask does
     if min(lengths) == 0 or sum(lengths) > KEPT * mask.numel():
+        return None
+    if not all(_fits(stack, mask.device) for stack in stacks):
         return None
     edges = functional.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
     places = {id(layer): (place, len(stack) - 1) for stack in stacks for place, layer in enumerate(stack)}

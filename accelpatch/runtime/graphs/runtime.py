@@ -12,7 +12,7 @@ from torch import nn
 
 from accelpatch.errors import PatchError
 from accelpatch.fusion.fused_model import FusedModel
-from accelpatch.fusion.spread import device_of, several_devices
+from accelpatch.fusion.spread import device_of
 from accelpatch.runtime.graphs.calls import CapturedCalls, captured_outputs, generates
 from accelpatch.runtime.graphs.capture import GRAPHS
 from accelpatch.runtime.graphs.encoder_decoder import EncoderDecoderStep, Source
@@ -91,7 +91,7 @@ class CapturedRuntime(ModelRuntime):
     def calls(self, model: nn.Module) -> CapturedCalls | None:
         """The captured calls of the model as it is, or of its encoder; None where its modules must run."""
         whole = self.code.model or model
-        if not self._looked(whole) or self.watch.watched() or several_devices(whole):
+        if not self._looked(whole) or self.watch.watched() or self.watch.several_devices:
             return None
         return self.captured.calls(model)
 
