@@ -31,8 +31,7 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "kernels": ("device errors cache", "triton"),  # cache: built device sources are published there
     "quant": ("kernels device errors", ""),
     "modules": ("kernels quant own_code errors", "transformers"),
-    # cache: converted checkpoints are published there
-    "models": ("errors cache own_code", "transformers huggingface_hub gguf safetensors"),
+    "models": ("errors cache own_code", "transformers huggingface_hub gguf safetensors"),  # cache: what is converted
     "patching": ("recipe device report progress own_code errors", "lm_eval"),  # lm_eval: scores, an optional package
     "replacers": ("patching modules quant kernels models.family device own_code errors", ""),
     "fusion": ("patching modules quant kernels models.family models.encoders device own_code errors", "transformers"),
@@ -41,11 +40,10 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "checkpoints": ("replacers patching modules quant models recipe report device errors", "transformers safetensors"),
     "bench": ("kernels runtime report device errors", "matplotlib"),  # matplotlib: plots, an optional package
     "tuning": ("kernels bench runtime report device cache errors", ""),
-    # modules.replacement: the mark of hooks that change nothing, so that a patched model goes on with its fast paths
     "profiling": (
         "kernels bench runtime modules.replacement report device cache errors",
         "matplotlib",
-    ),
+    ),  # mark of hooks
     "parallel": ("kernels models.family patching device report errors", "accelerate"),
     "calibration": ("errors recipe quant models patching replacers checkpoints", ""),
     "jit": ("cache device errors", "numpy"),
