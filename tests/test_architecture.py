@@ -12,7 +12,7 @@ import pytest
 import accelpatch
 from accelpatch.models import embedded
 from tests.cli.conftest import byte_tokenizer, save_model
-from tests.test_layout import IMPORTS
+from tests.support.imports import IMPORTS
 
 ROOT = Path(__file__).parent.parent
 PAGE, DOOR = ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"
