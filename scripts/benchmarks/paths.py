@@ -128,20 +128,25 @@ LARGE: dict[str, int] = {
 
 
 def bert_large(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Call]]:
-    """An encoder of BERT-large's shape, with a mask of ones as a tokenizer makes it."""
+    """An encoder of BERT-large's shape, with masks as a tokenizer makes them."""
     from transformers import BertConfig, BertModel
 
-    def call(batch: int, length: int) -> Call:
+    def call(batch: int, length: int, least: int | None = None) -> Call:
+        lengths = torch.randint(least or length, length + 1, (batch,), generator=torch.Generator().manual_seed(0))
+        mask = (torch.arange(length) < lengths[:, None]).long().to(device)
+
         def run(model: Any) -> Any:
-            ids = ids_of(model, batch, length)
             with torch.no_grad():
-                return model(ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+                made = model(ids_of(model, batch, length), attention_mask=mask).last_hidden_state
+            return made * mask[..., None]  # what is at padded places is nobody's
 
         return run
 
     with device:
         model = BertModel._from_config(BertConfig(**LARGE), dtype=dtype).eval()
-    return model, {f"BERT-large, {b} x {n} ids": call(b, n) for b, n in ((1, 32), (8, 64), (32, 128), (64, 512))}
+    sizes = ((1, 32), (8, 64), (32, 128), (16, 512), (64, 512))
+    calls = {f"BERT-large, {b} x {n} ids": call(b, n) for b, n in sizes}
+    return model, calls | {"BERT-large, 64 texts of 8 to 512 ids": call(64, 512, least=8)}
 
 
 def vit_large(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Call]]:
@@ -159,7 +164,7 @@ def vit_large(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, dict
 
     with device:
         model = ViTModel._from_config(ViTConfig(**LARGE), dtype=dtype).eval()
-    return model, {f"ViT-large, {batch} pictures": call(batch) for batch in (1, 8, 32)}
+    return model, {f"ViT-large, {batch} pictures": call(batch) for batch in (1, 8, 32, 64)}
 
 
 OTHERS = {"bert": bert, "bert-large": bert_large, "vit-large": vit_large, "whisper": whisper}
