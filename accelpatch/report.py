@@ -190,7 +190,7 @@ def verification_line(v: Verification) -> str:
             parts.append(f"generate() beside {v.against}: KL {v.kl:.2e} nats over {v.tokens} tokens")
     if v.worst_fused_error is not None:
         worst = f"worst {v.worst_fused_error:.0%} of the bound"
-        parts.append(f"{v.fused_layers} fused layers in a prompt and cached steps, {worst}")
+        parts.append(f"{v.fused_layers} fused layers beside their modules, {worst}")
     if v.before:
         parts.append("the first of each kind; the rest before it was saved, by the same kernels on the same arch")
     elif v.extent == "quick":
