@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from accelpatch.checkpoints import statistics as files
 from accelpatch.checkpoints.resume import Blocks
 from accelpatch.errors import PatchError
+from accelpatch.models import signals
 from accelpatch.models.family import roles_of
 from accelpatch.models.fingerprint import fingerprint
 from accelpatch.models.texts import windows
@@ -30,6 +31,7 @@ from accelpatch.replacers.stored import known
 
 OUTPUTS = ("q_proj", "k_proj", "v_proj")  # roles whose outputs may get static scales too
 OWN_TEXT = "calibrated on {tokens} tokens that the model wrote itself: accelpatch.calibrate(model, data) takes yours"
+NOISE = "calibrated on noise in the shapes of the configuration: accelpatch.calibrate(model, data) takes real inputs"
 
 #: makes a model generate faster while it writes its own text
 Writing = Callable[[nn.Module], AbstractContextManager[None]]
@@ -38,7 +40,12 @@ Writing = Callable[[nn.Module], AbstractContextManager[None]]
 def batches_of(
     model: nn.Module, data: Any, tokenizer: Any, samples: int | None, length: int | None, writing: Writing
 ) -> list[dict[str, Any]]:
-    """The texts of `data`, or the model's own, as `models.texts.windows` makes them."""
+    """The texts of `data`, or the model's own, as `models.texts.windows` makes them; for a model that writes none, what
+    `models.signals.batches` makes of `data`."""
+    if not hasattr(model, "generate"):
+        made = signals.batches(model, data, tokenizer, samples)
+        if made is not None:
+            return made
     with writing(model) if data is None else nullcontext():
         return windows(model, data, tokenizer, samples, length)
 
@@ -76,7 +83,7 @@ def of_request(model: nn.Module, request: Request, writing: Writing, notes: list
         asked = planned.recipe.calibrate or {}
         batches = batches_of(model, request.data, request.tokenizer, asked.get("samples"), asked.get("length"), writing)
         if request.data is None:
-            notes.append(OWN_TEXT.format(tokens=_tokens(batches)))
+            notes.append(OWN_TEXT.format(tokens=_tokens(batches)) if hasattr(model, "generate") else NOISE)
     made: dict[str, SiteStatistics] = {}
     if rounding.of_channels(planned):
         made = _by_channels(model, request, batches)
@@ -108,10 +115,17 @@ def _by_channels(model: nn.Module, request: Request, batches: list[dict[str, Any
 def _kept(model: nn.Module, request: Request, batches: list[dict[str, Any]]) -> Blocks | None:
     if request.resume is None:
         return None
-    texts = hashlib.sha256(b"".join(batch["input_ids"].cpu().numpy().tobytes() for batch in batches)).hexdigest()
+    texts = hashlib.sha256(b"".join(_main(batch).cpu().numpy().tobytes() for batch in batches)).hexdigest()
     facts = fingerprint(model), str(getattr(model, "dtype", "")), recipes.dump(request.planned.recipe), texts
     return Blocks(request.resume, "\n".join(facts))
 
 
+def _main(batch: Mapping[str, Any]) -> Tensor:
+    """Ids of tokens, or else the first tensor."""
+    first: Tensor = next(one for one in (batch.get("input_ids"), *batch.values()) if isinstance(one, Tensor))
+    return first
+
+
 def _tokens(batches: list[dict[str, Any]]) -> int:
-    return sum(batch["input_ids"].numel() for batch in batches)
+    """Tokens, or rows of pictures or sound."""
+    return sum(len(_main(one)) if "input_ids" not in one else one["input_ids"].numel() for one in batches)

@@ -73,7 +73,9 @@ def calibrate(
     """Statistics of every linear layer's input, for recipes such as smoothquant: patch(model, recipe, statistics=...).
 
     data: a text file, strings, or rows with a column "text" (a `datasets` object), up to `samples` windows of `length`
-    tokens; None: text that the model writes itself. Raises LoadError for data that will not do, and PatchError, naming
+    tokens; None: text that the model writes itself. Of a model that writes none (an encoder): mappings of tensors, each
+    the arguments of a call, or pictures or arrays of sound with the model's processor as `tokenizer`; None: noise in
+    the shapes of its configuration. Raises LoadError for data that will not do, and PatchError, naming
     the layer, for inputs that are not finite.
     """
     check_module(model)
