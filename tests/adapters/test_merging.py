@@ -104,6 +104,7 @@ def test_an_initialisation_that_takes_a_part_out_of_the_weight(form: str, start:
     if start == "loftq":
         options["loftq_config"] = peft.LoftQConfig(loftq_bits=8)
         pytest.importorskip("scipy", reason="PEFT's LoftQ needs scipy")
+        pytest.importorskip("bitsandbytes", reason="PEFT's LoftQ needs bitsandbytes, on a GPU")
     bare, model = packed("llama", form), packed("llama", form)
     alone = logits(bare)
     model = lora(model, "llama", lora_alpha=4, **options)
