@@ -19,24 +19,25 @@ if TYPE_CHECKING:
 KIND, KEY, FILE = "environment", "advised", "env.sh"  # of the file in the cache folder
 SET_HELP = "Write the advised exports to a file in the cache folder, and print the line that sources it."
 RESET_HELP = "Remove that file, and print the lines that undo in this shell what it set."
+TopicOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--for", metavar="TOPIC",
+        help="Advise for speed (the default), memory, determinism, parallel, tuning, affinity or convolution; "
+        "repeatable.",
+    ),
+]  # fmt: skip
+ArchOption = Annotated[
+    str | None, typer.Option("--arch", metavar="ARCH", help="Advise for another GPU, such as gfx942; or for cpu.")
+]
 
 
 def env(
     write: Annotated[bool, typer.Option("--set", help=SET_HELP)] = False,
     reset: Annotated[bool, typer.Option("--reset", help=RESET_HELP)] = False,
     shell: Annotated[bool, typer.Option("--shell", help="Print the advised exports, and write nothing.")] = False,
-    topics: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--for",
-            metavar="TOPIC",
-            help="Advise for speed (the default), memory, determinism, parallel, tuning, affinity or convolution; "
-            "repeatable.",
-        ),
-    ] = None,
-    arch: Annotated[
-        str | None, typer.Option("--arch", metavar="ARCH", help="Advise for another GPU, such as gfx942; or for cpu.")
-    ] = None,
+    topics: TopicOption = None,
+    arch: ArchOption = None,
     json: JsonOption = False,
 ) -> None:
     """Show which settings of the environment matter for this device: what is set, what it does, what is advised, why.
@@ -63,14 +64,9 @@ def env(
         return
     system = environment.system_rows(vendor, wanted)
     document = {
-        "device": name,
-        "vendor": vendor,
-        "arch": at,
-        "topics": wanted,
-        "affinity": environment.affinity(),
-        "settings": [row.to_dict() for row in rows],
-        "system": system,
-    }
+        "device": name, "vendor": vendor, "arch": at, "topics": wanted, "affinity": environment.affinity(),
+        "settings": [row.to_dict() for row in rows], "system": system,
+    }  # fmt: skip
     console.print_result(json, document, _lines(document, rows, system))
 
 

@@ -19,33 +19,39 @@ if TYPE_CHECKING:
 
 # What follows the program's name is the program's, even if it looks like one of our options.
 CONTEXT = {"allow_interspersed_args": False}
+ProgramArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="-- COMMAND [ARGS]...", help="The program and its own arguments.")
+]
+OutOption = Annotated[
+    Path, typer.Option("--out", metavar="DIR", file_okay=False, help="New folder for logs and code objects.")
+]
+VendorOption = Annotated[
+    Literal["auto", "amd", "nvidia", "cpu"],
+    typer.Option("--vendor", help="Whose settings to use; auto: those of this machine's GPU."),
+]
+NoToolOption = Annotated[
+    bool, typer.Option("--no-tool", help="Use settings alone, without the debug agent or compute-sanitizer.")
+]
+CachingOption = Annotated[
+    bool, typer.Option("--caching", help="Keep torch's caches of memory, which captured graphs need; it finds less.")
+]
+TimeoutOption = Annotated[
+    float | None, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="Stop the program after this time.")
+]
+LogOption = Annotated[
+    list[Path] | None,
+    file_option("--log", help="Read a log that was recorded elsewhere, and run nothing; repeatable."),
+]
 
 
 def fault(
-    program: Annotated[
-        list[str] | None, typer.Argument(metavar="-- COMMAND [ARGS]...", help="The program and its own arguments.")
-    ] = None,
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", file_okay=False, help="New folder for logs and code objects.")
-    ] = Path("fault"),
-    vendor: Annotated[
-        Literal["auto", "amd", "nvidia", "cpu"],
-        typer.Option("--vendor", help="Whose settings to use; auto: those of this machine's GPU."),
-    ] = "auto",
-    no_tool: Annotated[
-        bool, typer.Option("--no-tool", help="Use settings alone, without the debug agent or compute-sanitizer.")
-    ] = False,
-    caching: Annotated[
-        bool,
-        typer.Option("--caching", help="Keep torch's caches of memory, which captured graphs need; it finds less."),
-    ] = False,
-    timeout: Annotated[
-        float | None, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="Stop the program after this time.")
-    ] = None,
-    logs: Annotated[
-        list[Path] | None,
-        file_option("--log", help="Read a log that was recorded elsewhere, and run nothing; repeatable."),
-    ] = None,
+    program: ProgramArgument = None,
+    out: OutOption = Path("fault"),
+    vendor: VendorOption = "auto",
+    no_tool: NoToolOption = False,
+    caching: CachingOption = False,
+    timeout: TimeoutOption = None,
+    logs: LogOption = None,
     json: JsonOption = False,
 ) -> None:
     """Run a program with serialised launches and without caches of memory, and name the kernel that faults.
@@ -66,9 +72,7 @@ def fault(
     whose = _vendor() if vendor == "auto" else vendor
     if whose == "cpu":
         console.note("no GPU that torch can use is here: the program runs with Python's fault handler alone")
-    found = running.run(
-        program or [], whose, out, caching=caching, tools=not no_tool, seconds=timeout, show=_show
-    )  # fmt: skip
+    found = running.run(program or [], whose, out, caching=caching, tools=not no_tool, seconds=timeout, show=_show)
     console.print_result(json, found.to_dict(), _lines(found))
     for line in found.notes:
         console.warning(line)

@@ -29,7 +29,7 @@ AGENT_LIBRARY = "librocm-debug-agent.so.2"
 LOGGED = 1 << 30  # bytes of a program's output that are kept
 CODE_FILES = {".cubin", ".hsaco", ".co"}
 
-#: for every vendor: what Python says when it is stopped, nothing that it printed lost, and code objects with source lines where they are collected
+#: for every vendor: Python says where it is stopped and loses nothing that it printed; code objects with source lines
 EVERY = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", "TRITON_DISABLE_LINE_INFO": "0"}
 SERIAL = {
     "amd": {"AMD_SERIALIZE_KERNEL": "3", "AMD_SERIALIZE_COPY": "3", "HIP_LAUNCH_BLOCKING": "1"},

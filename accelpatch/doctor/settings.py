@@ -138,7 +138,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "HSA_NO_SCRATCH_RECLAIM", ("amd",),
         "A queue keeps the scratch memory that a kernel with spilled registers asked for (1); default 0.", _ROCR,
-        (Advice(("amd",), UNSET, "few kernels spill registers, and the memory would stay taken until the process ends"),),
+        (Advice(("amd",), UNSET, "few kernels spill, and the memory would stay taken until the process ends"),),
     ),
     # Libraries: GEMM, convolution, tuning.
     Setting(
