@@ -145,7 +145,7 @@ class _Agent:
             fault = replace(fault, code_object=clean(stripped.removeprefix("code object: ")))
         elif arrow := _ARROW.match(stripped):
             where = f"{self.file}:{self.number}" if self.file and self.number else None
-            fault = replace(fault, instruction=clean(arrow[1]), source=where)
+            fault = replace(fault, instruction=clean(arrow[1]), source=where or fault.source)
         elif fault.code_object and not text.startswith(" ") and stripped.endswith(":"):
             self.file, self.number = clean(stripped[:-1]), ""
         elif self.file and (source := _SOURCE.match(text)):
@@ -171,7 +171,8 @@ class _Sanitizer:
         if not text.startswith("========="):
             return
         stripped = text.lstrip("=").strip()
-        if _INVALID.fullmatch(stripped):
+        api_error = stripped.startswith("Program hit ") and _DEVICE_ERROR.search(stripped)
+        if _INVALID.fullmatch(stripped) or api_error:
             self._close()
             self.open = Fault("compute-sanitizer", clean(stripped))
         elif self.open is None:
@@ -209,8 +210,10 @@ class _Sanitizer:
         self.open = None
 
     def faults(self) -> list[Fault]:
+        """Accesses; the errors of calls, which follow from them, where there are none."""
         self._close()
-        return list(self.found.values())
+        found = list(self.found.values())
+        return [one for one in found if not one.kind.startswith("Program hit ")] or found[:1]
 
 
 @dataclass
@@ -257,14 +260,17 @@ class _Python:
 
 
 def _of_frames(kind: str, frames: list[tuple[str, str, str]]) -> Fault:
-    """frames: the innermost first. Those inside of torch and Triton are left out of the launch, if others are there."""
+    """frames: the innermost first. Those inside of torch and Triton are left out of the launch, if others are there; a
+    line below which Triton's frames lie launched a kernel, whose name it has."""
+    first = next((place for place, one in enumerate(frames) if not _LIBRARIES.search(one[0])), 0)
     own = [one for one in frames if not _LIBRARIES.search(one[0])] or frames
     shown = tuple(
         clean(f"{file}:{line} in {function}" + (f": {text}" if (text := _text_of(file, line)) else ""))
         for file, line, function in own[:8]
     )
-    launches = (_LAUNCH.search(_text_of(file, line)) for file, line, _ in own[:1])
-    kernel = next((one[1].rpartition(".")[2] for one in launches if one), None)
+    by_triton = first > 0 and re.search(r"[/\\]triton[/\\]", frames[first - 1][0])
+    launch = _LAUNCH.search(_text_of(*frames[first][:2])) if by_triton else None
+    kernel = clean(launch[1].rpartition(".")[2]) if launch else None
     return Fault("Python", kind, kernel, launch=shown)
 
 
