@@ -135,7 +135,12 @@ def run(
     checker = sanitizer() if tools and vendor == "nvidia" else None
     variables = variables_for(vendor, folder, caching=caching, agent=agent)
     status = _run(command(program, folder, checker), variables, folder / OUTPUT, seconds, show)
-    notes = [] if status is not None else [f"stopped after {seconds:g} s; the faults are those until then"]
+    notes = list[str]()
+    if checker and status == 0 and _did_not_start(folder / SANITIZER):
+        notes.append(f"{checker} could not start the program here, so it ran without it")
+        status = _run(program, variables, folder / OUTPUT, seconds, show)
+    if status is None:
+        notes.append(f"stopped after {seconds:g} s; the faults are those until then")
     if tools and vendor == "amd" and agent is None:
         notes.append(f"{AGENT_LIBRARY} is not here (part of ROCm, package rocm-debug-agent): the launch alone is known")
     if tools and vendor == "nvidia" and checker is None:
@@ -145,6 +150,13 @@ def run(
     faults = [_with_definition(one, folder / CODE) for one in faults]
     tool = checker or agent
     return Found(tuple(faults), status, folder, variables, tool, code, tuple(notes))
+
+
+def _did_not_start(log: Path) -> bool:
+    """Whether compute-sanitizer, which then ends with status 0, says that a program died before it could look."""
+    words = ("process didn't terminate successfully", "terminated before first instrumented API call")
+    text = log.read_text(errors="replace")[: 1 << 16] if log.is_file() else ""
+    return all(one in text for one in words)
 
 
 def _is_code(file: Path) -> bool:

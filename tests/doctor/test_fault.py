@@ -176,6 +176,23 @@ def test_compute_sanitizer_is_driven(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found.variables["CUDA_LAUNCH_BLOCKING"] == found.variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
 
 
+UNABLE = """\
+========= COMPUTE-SANITIZER
+========= Error: process didn't terminate successfully
+========= Target application terminated before first instrumented API call
+"""
+
+
+def test_a_tool_that_cannot_start_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded in a container without a GPU: the tool of CUDA 13.5 ends with status 0, and nothing has run."""
+    stand_in(tmp_path / "bin/compute-sanitizer", CHECKER.format(recording=UNABLE))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    found = fault.run(python("print('ran'); raise SystemExit(5)"), "nvidia", tmp_path / "run")
+    assert found.status == 5
+    assert "could not start the program" in found.notes[0]
+    assert (tmp_path / "run/output.txt").read_text() == "ran\n"
+
+
 #: a stand-in for Triton, which compiles a kernel and then launches it
 TRITON = """
 import os, pathlib
