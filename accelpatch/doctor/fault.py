@@ -27,6 +27,8 @@ from .fault_logs import Fault, clean
 OUTPUT, AGENT, SANITIZER, CODE = "output.txt", "agent.txt", "sanitizer.txt", "code"  # in the folder of a run
 AGENT_LIBRARY = "librocm-debug-agent.so.2"
 LOGGED = 1 << 30  # bytes of a program's output that are kept
+#: compute-sanitizer ends with status 0 also where a signal ended the program; these lines of its log say so
+_FAILED, _UNSEEN = "process didn't terminate successfully", "terminated before first instrumented API call"
 CODE_FILES = {".cubin", ".hsaco", ".co"}
 
 #: for every vendor: Python says where it is stopped and loses nothing that it printed; code objects with source lines
@@ -136,9 +138,12 @@ def run(
     variables = variables_for(vendor, folder, caching=caching, agent=agent)
     status = _run(command(program, folder, checker), variables, folder / OUTPUT, seconds, show)
     notes = list[str]()
-    if checker and status == 0 and _did_not_start(folder / SANITIZER):
+    if checker and status == 0 and _says(folder / SANITIZER, _FAILED, _UNSEEN):
         notes.append(f"{checker} could not start the program here, so it ran without it")
         status = _run(program, variables, folder / OUTPUT, seconds, show)
+    elif checker and status == 0 and _says(folder / SANITIZER, _FAILED):
+        notes.append("by compute-sanitizer the program failed; the status is the tool's own")
+        status = 1
     if status is None:
         notes.append(f"stopped after {seconds:g} s; the faults are those until then")
     if tools and vendor == "amd" and agent is None:
@@ -152,11 +157,10 @@ def run(
     return Found(tuple(faults), status, folder, variables, tool, code, tuple(notes))
 
 
-def _did_not_start(log: Path) -> bool:
-    """Whether compute-sanitizer, which then ends with status 0, says that a program died before it could look."""
-    words = ("process didn't terminate successfully", "terminated before first instrumented API call")
-    text = log.read_text(errors="replace")[: 1 << 16] if log.is_file() else ""
-    return all(one in text for one in words)
+def _says(log: Path, *words: str) -> bool:
+    """Whether compute-sanitizer's log has all of these words, among its first 64 KiB of text or its last."""
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    return all(one in text[: 1 << 16] or one in text[-(1 << 16) :] for one in words)
 
 
 def _is_code(file: Path) -> bool:

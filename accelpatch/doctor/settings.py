@@ -124,12 +124,13 @@ SETTINGS: tuple[Setting, ...] = (
     # Memory.
     Setting(
         "PYTORCH_ALLOC_CONF", _GPU,
-        "Options of torch's allocator (PYTORCH_CUDA_ALLOC_CONF before torch 2.9).", _MEMORY,
+        "Options of torch's allocator of memory, from torch 2.9 on.", _MEMORY,
         (
             Advice(("nvidia",), "expandable_segments:True", "memory that torch has reserved and does not use stays "
                    "usable when lengths change from prompt to prompt", "memory"),
         ),
     ),
+    Setting("PYTORCH_CUDA_ALLOC_CONF", _GPU, "The same, by the only name that torch before 2.9 reads.", _MEMORY),
     _debugging("PYTORCH_NO_CUDA_MEMORY_CACHING", _GPU, "Each tensor is allocated by the driver (1).", _TORCH),
     _debugging("PYTORCH_NO_HIP_MEMORY_CACHING", ("amd",), "The same, by the name of ROCm builds.", _FAULTS),
     _debugging(

@@ -193,6 +193,15 @@ def test_a_tool_that_cannot_start_the_program(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "run/output.txt").read_text() == "ran\n"
 
 
+def test_a_program_that_a_signal_ends_under_the_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tool's own status is 0 then."""
+    stand_in(tmp_path / "bin/compute-sanitizer", CHECKER.format(recording="\n".join(UNABLE.splitlines()[:2])))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    found = fault.run(["program"], "nvidia", tmp_path / "run")
+    assert (found.status, found.failed) == (1, True)
+    assert "the status is the tool's own" in found.notes[0]
+
+
 #: a stand-in for Triton, which compiles a kernel and then launches it
 TRITON = """
 import os, pathlib
