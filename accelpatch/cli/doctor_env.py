@@ -121,7 +121,11 @@ def _reset() -> None:
         print("\n".join(lines))
     for name in environment.changed():
         console.note(f"{name} stays: it was changed after it had been set")
-    console.note("the file is removed" if freed else "there is no file of `accelpatch doctor env --set`")
+    console.note(
+        "the file is removed; take its line out of your shell's profile too"
+        if freed
+        else "there is no file of `accelpatch doctor env --set`"
+    )
     console.note(
         'run these lines, or eval "$(accelpatch doctor env --reset)"'
         if lines

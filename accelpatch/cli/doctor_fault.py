@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # What follows the program's name is the program's, even if it looks like one of our options.
 CONTEXT = {"allow_interspersed_args": False}
 ProgramArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="-- COMMAND [ARGS]...", help="The program and its own arguments.")
+    list[str] | None, typer.Argument(metavar="COMMAND [ARGS]", help="The program and its own arguments.")
 ]
 OutOption = Annotated[
     Path, typer.Option("--out", metavar="DIR", file_okay=False, help="New folder for logs and code objects.")
@@ -61,7 +61,7 @@ def fault(
     and 0 after --log.
     """
     if bool(program) == bool(logs):
-        raise typer.BadParameter("give a program to run, or --log FILE", param_hint="-- COMMAND")
+        raise typer.BadParameter("give a program to run, or --log FILE", param_hint="COMMAND")
     if logs:
         _read(logs, json)
         return

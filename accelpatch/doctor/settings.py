@@ -70,7 +70,7 @@ class SystemSetting:
 
 
 def _debugging(name: str, devices: tuple[str, ...], does: str, source: str) -> Setting:
-    why = "it is for debugging, and slows every launch or allocation: `accelpatch doctor fault` sets it for one run"
+    why = "it is for debugging, and slows launches, copies or allocations"
     return Setting(name, devices, does, source, (Advice(devices, UNSET, why),))
 
 
@@ -144,7 +144,7 @@ SETTINGS: tuple[Setting, ...] = (
     # Libraries: GEMM, convolution, tuning.
     Setting(
         "TORCH_BLAS_PREFER_HIPBLASLT", ("amd",), "torch's GEMMs by hipBLASLt (1) or rocBLAS (0).", _MI300X,
-        (Advice(CDNA, "1", "prompts of layers that stay in floats run by its GEMMs, which AMD tunes first"),),
+        (Advice(CDNA, "1", "AMD's guide advises its GEMMs on Instinct; prompts of layers in floats use them"),),
     ),
     Setting(
         "PYTORCH_TUNABLEOP_ENABLED", _GPU, "torch looks up which GEMM of all libraries is the fastest (1).", _TUNABLE,
