@@ -219,12 +219,15 @@ def _run(
 
 
 def _copy(process: subprocess.Popen[str], log: Path, show: Callable[[str], None]) -> None:
+    """Read what a program prints until its end: it would wait else. A full disk or a closed terminal loses the rest."""
     assert process.stdout is not None
     written = 0
-    with log.open("w", errors="replace") as file:
+    with contextlib.suppress(OSError), log.open("w", errors="replace") as file:
         while part := process.stdout.readline(1 << 16):
-            show(part)
+            with contextlib.suppress(OSError, ValueError):
+                show(part)
             if written < LOGGED:
-                file.write(part)
-                file.flush()
+                with contextlib.suppress(OSError):
+                    file.write(part)
+                    file.flush()
                 written += len(part)

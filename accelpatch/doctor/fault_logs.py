@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 LINE, SHOWN, KINDS = 4096, 300, 64  # characters of a line, of a name; kinds of faults of a log
+PROGRAM = 4 << 20  # bytes of a Python file, at most
 #: the gravest first: with --all other wavefronts are stopped too
 GRAVITY = ("MEMORY_VIOLATION", "ADDRESS_ERROR", "ILLEGAL_INSTRUCTION", "ECC_ERROR", "FATAL_HALT", "ASSERT_TRAP", "TRAP")
 IGNORED = {"NONE", "BREAKPOINT", "WATCHPOINT", "SINGLE_STEP", "DEBUG_TRAP"}
@@ -27,7 +28,8 @@ _ENTRY = re.compile(r"\(kernel_code_entry=0x[0-9a-fA-F]+ <(.*)>, kernargs=0x[0-9
 _FUNCTION = re.compile(r"Disassembly(?: for function (.*))?:")
 _SOURCE = re.compile(r"(\d{1,9})\s+(.*)")
 _ARROW = re.compile(r"=> 0x[0-9a-fA-F]+(?: <[+-]\d+>)?:\s+(.*)")
-_AMD_FAULT = re.compile(r"memory access fault by GPU.*?address (0x[0-9a-fA-F]+).*?Reasons?: (.*)", re.IGNORECASE)
+_AMD_FAULT = re.compile(r"memory access fault by GPU(.*)", re.IGNORECASE)
+_AMD_ADDRESS, _AMD_REASON = re.compile(r"address (0x[0-9a-fA-F]+)"), re.compile(r"Reasons?: (.*)")
 _AMD_QUEUE = re.compile(r"(?:Queue error|aborting with error)[ :(]+(HSA_STATUS_\w+)")
 _NEW_AT = re.compile(r"at (.+)\+0x[0-9a-fA-F]+(?: in (.+):(\d+))?$")
 _OLD_AT = re.compile(r"at 0x[0-9a-fA-F]+ in (?:(.+):(\d+):)?(.+)$")
@@ -40,6 +42,7 @@ _DEVICE_ERROR = re.compile(
     r"misaligned address|illegal instruction|device-side assert|cudaErrorIllegalAddress|hipErrorIllegalAddress|"
     r"cudaErrorLaunchFailure)"
 )
+_RANK = re.compile(r"^\[rank\d+\]: ?")
 _LAUNCH = re.compile(r"([A-Za-z_][\w.]*)\s*\[[^\]]*\]\s*\(")
 _LIBRARIES = re.compile(r"[/\\](?:site|dist)-packages[/\\](?:torch|triton)[/\\]|^<frozen |^<string>")
 
@@ -118,7 +121,9 @@ class _Agent:
         if wave := _WAVE.match(stripped):
             self._wave(wave[2], wave[3].strip())
         elif fault := _AMD_FAULT.search(stripped):
-            self.address, self.reason = fault[1], clean(fault[2])
+            address, reason = _AMD_ADDRESS.search(fault[1]), _AMD_REASON.search(fault[1])
+            self.address = address[1] if address else self.address
+            self.reason = clean(reason[1]) if reason else "memory access fault"
         elif queue := _AMD_QUEUE.search(stripped):
             self.reason = self.reason or queue[1]
         elif self.key in self.found:
@@ -218,7 +223,8 @@ class _Sanitizer:
 
 @dataclass
 class _Python:
-    """Python's tracebacks of errors of the device, and those of faulthandler where the process was aborted."""
+    """Python's tracebacks of errors of the device, and those of faulthandler where the process was aborted. torch
+    begins their lines with [rank0]: in a distributed program."""
 
     frames: list[tuple[str, str, str]] = field(default_factory=list)  # file, line, function
     reading: bool = False
@@ -226,6 +232,7 @@ class _Python:
     found: list[Fault] = field(default_factory=list)
 
     def line(self, text: str) -> None:
+        text = _RANK.sub("", text, count=1)
         if text.startswith("Traceback (most recent call last):"):
             self.frames, self.reading, self.fatal = [], True, None
         elif text.startswith("Fatal Python error: "):
@@ -275,7 +282,11 @@ def _of_frames(kind: str, frames: list[tuple[str, str, str]]) -> Fault:
 
 
 def _text_of(file: str, line: str) -> str:
-    """The line of a Python file that a frame names; "" where there is none."""
-    if not file.endswith(".py") or not Path(file).is_file():
+    """The line of a Python file that a frame names; "" where there is none, or the file is larger than any program."""
+    path = Path(file)
+    try:
+        if not file.endswith(".py") or not path.is_file() or path.stat().st_size > PROGRAM:
+            return ""
+    except OSError:  # a name that is too long, a folder of another user
         return ""
-    return linecache.getline(file, int(line[:9])).strip()
+    return linecache.getline(file, int(line[:9])).strip()[:SHOWN]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 
 import pytest
@@ -160,7 +161,9 @@ def test_many_faults_take_bounded_memory() -> None:
     assert len(read("".join(waves))) == fault_logs.KINDS
 
 
-@pytest.mark.parametrize("file", ["/dev/zero", "/etc/passwd", "{}/folder.py"])
+@pytest.mark.parametrize(
+    "file", ["/dev/zero", "/etc/passwd", "{}/folder.py", "x" * 280 + ".py"], ids=lambda name: name[:12]
+)
 def test_no_other_file_than_python_is_opened(file: str, tmp_path: Path) -> None:
     (tmp_path / "folder.py").mkdir()
     frame = f'  File "{file.format(tmp_path)}", line 1, in f\n'
@@ -171,6 +174,41 @@ def test_no_other_file_than_python_is_opened(file: str, tmp_path: Path) -> None:
 def test_an_absurd_line_number() -> None:
     (found,) = read(f'Traceback (most recent call last):\n  File "{__file__}", line {"9" * 99}, in f\nX: CUDA error\n')
     assert found.kernel is None
+
+
+def test_lines_of_a_distributed_program(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    text = "".join(f"[rank3]: {line}" for line in TRACEBACK.format(script=script).splitlines(True))
+    assert read(text) == read(TRACEBACK.format(script=script))
+
+
+HOSTILE = {
+    "faults": "memory access fault by GPU " * 150,
+    "addresses": "memory access fault by GPU" + "address 0x1 " * 330,
+    "waves": "wave_1: pc=0x1 " + "(kernel_code_entry=0x1 <" * 160,
+    "stopped": "wave_1: pc=0x1 " + "(stopped, reason: A" * 200,
+    "kernels": "=========     at " + "+0x1 in a:1" * 360,
+    "frames": 'File "' + '", line 1' * 450,
+    "arrows": " => 0x1 <+1>:" * 300,
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_lines_take_no_longer_than_others(line: str) -> None:
+    head = "========= Invalid x\nwave_1: pc=0x1 (stopped, reason: TRAP)\nTraceback (most recent call last):\n"
+    start = time.perf_counter()
+    read(head + f"{line}\n" * 50)
+    assert time.perf_counter() - start < 5
+
+
+def test_a_python_file_of_one_long_line(tmp_path: Path) -> None:
+    long = tmp_path / "long.py"
+    long.write_text("a" * (1 << 20))
+    start = time.perf_counter()
+    (found,) = read(f'Traceback (most recent call last):\n  File "{long}", line 1, in f\nX: CUDA error\n')
+    assert time.perf_counter() - start < 5
+    assert found.launch[0].endswith("...")
 
 
 def test_clean() -> None:
