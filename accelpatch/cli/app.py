@@ -94,10 +94,10 @@ def accelpatch(
 
 for command in (
     run.run, chat.chat, plan.plan, calibrate.calibrate, quantize.quantize, export.export, inspect.inspect,
-    eval.evaluate, finetune.finetune, merge.merge, bench.bench, doctor.doctor, build.build, selftest.selftest,
+    eval.evaluate, finetune.finetune, merge.merge, bench.bench, build.build, selftest.selftest,
 ):  # fmt: skip
     app.command("eval" if command is eval.evaluate else command.__name__)(command)
 app.command(bench_kernel.NAME)(bench_kernel.bench_kernel)
-for name, group in {"recipes": recipes, "tune": tune, "profile": profile, "cache": cache}.items():
+for name, group in {"recipes": recipes, "tune": tune, "profile": profile, "doctor": doctor, "cache": cache}.items():
     app.add_typer(group.commands, name=name)
 app.command("exec", cls=exec.ScriptCommand, context_settings=exec.CONTEXT)(exec.execute)

@@ -8,7 +8,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from . import console, facts
+import typer
+
+from . import console, doctor_env, doctor_fault, facts
 from .options import JsonOption
 
 # What each optional package or compiler is needed for; shown where it is missing.
@@ -34,8 +36,19 @@ VARIABLES = (
 )  # fmt: skip
 
 
-def doctor(json: JsonOption = False) -> None:
-    """Show packages, devices, compilers and cache, and what a missing one is needed for. Takes ten seconds at most."""
+commands = typer.Typer(help="Show what is here and what is missing; advise; find a fault.", invoke_without_command=True)
+commands.command("env")(doctor_env.env)
+commands.command("fault", context_settings=doctor_fault.CONTEXT)(doctor_fault.fault)
+
+
+@commands.callback()
+def doctor(context: typer.Context, json: JsonOption = False) -> None:
+    """Show packages, devices, compilers and cache, and what a missing one is needed for. Takes ten seconds at most.
+
+    `env` shows the settings of the environment that matter, and `fault` finds the kernel behind a memory fault.
+    """
+    if context.invoked_subcommand is not None:
+        return
     found = examine()
     console.print_result(json, found, _lines(found))
 

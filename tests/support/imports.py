@@ -31,6 +31,7 @@ IMPORTS: dict[str, tuple[str, str]] = {
         "kernels bench runtime modules.replacement report device cache errors",
         "matplotlib",
     ),
+    "doctor": ("device cache errors", ""),  # advice on the environment, faults; added to the design's table
     "parallel": ("kernels models.family patching device report errors", "accelerate"),
     "calibration": ("errors recipe quant models patching replacers checkpoints", ""),
     "jit": ("cache device errors", "numpy"),
@@ -65,7 +66,8 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "cli": (
         # cache: lists and clears it; checkpoints: inspect, and where results go
         "api bench kernels.compiling models.catalog models.precheck checkpoints.inspection checkpoints.target tuning "
-        "profiling recipe report device errors cache progress training.configuration training.folder training.prepare",
+        "doctor profiling recipe report device errors cache progress training.configuration training.folder "
+        "training.prepare",
         "typer rich jinja2",  # jinja2: what a chat template raises
     ),
     "__init__": (  # the public names, resolved when first asked for
