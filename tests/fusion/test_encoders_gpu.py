@@ -13,7 +13,7 @@ import accelpatch
 from accelpatch.runtime.generation.patched_model import RUNTIME, WITHOUT_PADDING
 from accelpatch.runtime.graphs.calls import CALL
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LAYERS = 4
 SIZES: dict[str, Any] = {"hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048,
                          "num_hidden_layers": LAYERS}  # fmt: skip

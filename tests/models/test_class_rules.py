@@ -75,8 +75,12 @@ def test_linear_weights_are_replaced_and_every_byte_is_counted(name: str, recipe
 @models
 def test_outputs_are_those_of_the_simulated_model(name: str, recipe: str) -> None:
     model = build(name)
-    before = snapshot(model)
-    first = outputs(model, inputs(name, padded=True))
+    concatenates = recipe == "exact" and not name.startswith("t5")  # q, k and v of fused layers
+    before = snapshot(model, places=not concatenates)
+    padded = inputs(name, padded=True)
+    first, kept = outputs(model, padded), padded.get("attention_mask", torch.ones(1)).bool()
+    if name != "bert":
+        kept = torch.ones(first.shape[:-1], dtype=torch.bool)
     plan = accelpatch.plan(model, recipe)
     plain, exact = simulated(model, plan, torch.float32), simulated(model, plan, torch.float64)
     with accelpatch.patched(model, recipe):
@@ -85,11 +89,11 @@ def test_outputs_are_those_of_the_simulated_model(name: str, recipe: str) -> Non
         assert [site.path for site in report.sites if site.unverified] == []
         batch = inputs(name)
         allowed = assert_float_rule(outputs(model, batch), outputs(exact, batch), outputs(plain, batch))
-        changed = outputs(model, inputs(name, padded=True))
-        assert recipe == "exact" or (changed - first).abs().max() > 100 * allowed
-        assert (changed - outputs(plain, inputs(name, padded=True))).abs().max() <= 2 * allowed
-    assert snapshot(model) == before
-    assert outputs(model, inputs(name, padded=True)).equal(first)
+        changed = outputs(model, padded)
+        assert recipe == "exact" or (changed - first)[kept].abs().max() > 100 * allowed
+        assert (changed - outputs(plain, padded))[kept].abs().max() <= 2 * allowed
+    assert snapshot(model, places=not concatenates) == before
+    assert outputs(model, padded).equal(first)
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "vit"])

@@ -187,15 +187,24 @@ def unique_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def snapshot(model: nn.Module) -> dict[str, Any]:
-    """All that a patch could change: module identities, classes, instance attributes, hooks, and weights by value."""
+def snapshot(model: nn.Module, places: bool = True) -> dict[str, Any]:
+    """All that a patch could change: module identities, classes, instance attributes, hooks, and weights by value.
+
+    places: where weights lie too; those that fused layers concatenated stay so after a patch, with the same bits.
+    """
     facts: dict[str, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         hooks = [key for table, value in vars(module).items() if table.endswith("_hooks") and value for key in value]
         facts[f"{path}:module"] = (id(module), type(module), tuple(sorted(vars(module))), tuple(hooks))
         facts[f"{path}:children"] = tuple((name, id(child)) for name, child in module._modules.items())
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        facts[name] = (id(tensor), tensor.data_ptr(), tensor.dtype, tensor.requires_grad, _bits(tensor))
+        facts[name] = (
+            id(tensor),
+            tensor.data_ptr() if places else 0,
+            tensor.dtype,
+            tensor.requires_grad,
+            _bits(tensor),
+        )
     facts["state_dict"] = tuple(model.state_dict())
     return facts
 
