@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import accelpatch
-from accelpatch.fusion.fused_layer import _form
+from accelpatch.fusion.fused_layer import activations_of
 from accelpatch.fusion.read_layers import fused_model
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.cpu import native_library
@@ -55,7 +55,7 @@ def test_q_k_and_v_are_one_weight_of_which_the_modules_have_views() -> None:
     assert layer is not None
     assert layer.qkv.weight.w.dtype == FP8[0]
     assert attention.v_proj.layout.w.untyped_storage().data_ptr() == layer.qkv.weight.w.untyped_storage().data_ptr()
-    assert _form(layer.qkv) == _form(layer.gate_up) == (FP8[0], None)
+    assert activations_of(layer.qkv) == activations_of(layer.gate_up) == (FP8[0], None)
 
 
 def test_one_norm_gives_rows_of_one_form() -> None:
@@ -64,8 +64,8 @@ def test_one_norm_gives_rows_of_one_form() -> None:
     model: Any = accelpatch.patch(CAUSAL["cohere"].make(), accelpatch.recipe.parse(recipe), verify=False)
     layer = fused_model(model).layers[0]
     assert layer is not None
-    assert _form(layer.qkv) == (FP8[0], None)
-    assert _form(layer.gate_up) == (torch.int8, None)
+    assert activations_of(layer.qkv) == (FP8[0], None)
+    assert activations_of(layer.gate_up) == (torch.int8, None)
     ids = torch.arange(2, PROMPT + 2)[None]
     dispatch.calls.clear()
     assert model.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, PROMPT + 2)
