@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from accelpatch.replacers.smoothing import site_statistics
 from accelpatch.replacers.stored import known
 
 OUTPUTS = ("q_proj", "k_proj", "v_proj")  # roles whose outputs may get static scales too
+MOST = 4096  # rows of an iterator that are held
 OWN_TEXT = "calibrated on {tokens} tokens that the model wrote itself: accelpatch.calibrate(model, data) takes yours"
 NOISE = "calibrated on noise in the shapes of the configuration: accelpatch.calibrate(model, data) takes real inputs"
 
@@ -42,7 +44,10 @@ def batches_of(
 ) -> list[dict[str, Any]]:
     """The texts of `data`, or the model's own, as `models.texts.windows` makes them; for a model that writes none, what
     `models.signals.batches` makes of `data`."""
-    if not hasattr(model, "generate"):
+    if isinstance(data, Iterator):
+        first = list(islice(data, 1))  # looked at, and given back
+        data = chain(first, data) if first and isinstance(first[0], str) else [*first, *islice(data, MOST)]
+    if not hasattr(model, "generate") and not isinstance(data, chain):
         made = signals.batches(model, data, tokenizer, samples)
         if made is not None:
             return made

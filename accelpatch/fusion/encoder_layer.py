@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from accelpatch import own_code
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.encoder_attention import MASK, ROTARY, EncoderAttention, head_size, scaling
 from accelpatch.fusion.fused_layer import activations_of
@@ -27,7 +28,7 @@ from accelpatch.kernels.ops.activation.gated_rows import gated_rows
 from accelpatch.kernels.ops.activation.quantize_rows import QuantizedRows
 from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
 from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
-from accelpatch.models.encoders import EncoderForm, part_of
+from accelpatch.models.encoders import EncoderForm, encoder_form_of, part_of
 from accelpatch.models.family import PLAIN_ACTIVATIONS
 from accelpatch.modules.norm import positional_names
 from accelpatch.modules.replacement import Replacement, adopt, is_observed
@@ -50,6 +51,16 @@ class FusedEncoder:
     norms: tuple[FusedNorm | None, FusedNorm]
     activation: str
     scales: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its activations."""
+        return self.norms[1].weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.norms[1].weight.device
 
     def __call__(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
         """The layer on rows x[M, K], contiguous. attend: rows of q, k and v -> rows of attention's output."""
@@ -89,7 +100,7 @@ class FusedEncoderLayer(Replacement):
     """The module. wanted: whether it runs fused, once its weights are laid out. positional: names of its forward's
     arguments after the hidden states; own: the same; unused: those of them that the fused form does not take."""
 
-    transient = ("_fused", "_seen", "_linears", "_held")
+    transient = ("_fused", "_seen", "_dropouts", "_held")
     form: EncoderForm
     positional: tuple[str, ...]
     own: frozenset[str]
@@ -98,23 +109,25 @@ class FusedEncoderLayer(Replacement):
     wanted: bool
     _fused: FusedEncoder | None = None
     _seen: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
-    _linears: tuple[Any, ...] = ()
+    _dropouts: tuple[nn.Dropout, ...] = ()
     _held: tuple[Any, ...] = ()
 
-    def lay_out(self) -> None:
+    def lay_out(self) -> FusedEncoder:
         """Concatenate weights and read the layer; raises CannotFuse where it has no fused form."""
-        with _LOCK:  # or two threads would each concatenate what the other reads
-            if self._is_fresh():
-                return
+        with _LOCK, torch.inference_mode(False):  # or two threads would each concatenate what the other reads
+            fused = self._fused
+            if fused is not None and self._is_fresh():
+                return fused
             try:
-                made = read(self, self.form)
+                fused = read(self, self.form)
             except CannotFuse:
                 self.wanted = False
                 raise
             self._seen = tuple(_children(self))
-            self._linears = tuple(part_of(self, name) for name in (*self.form.linears, *self.form.norms))
-            self._held = tuple(map(_held_by, self._linears))
-            self._fused, self.wanted = made, True
+            self._dropouts = tuple(child for _, _, child in self._seen if isinstance(child, nn.Dropout))
+            self._fused, self.wanted = fused, True
+            self._held = self._weights()
+            return fused
 
     def run_modules(self) -> None:
         """Run the original's forward from now on."""
@@ -125,30 +138,26 @@ class FusedEncoderLayer(Replacement):
         """Whether calls that the fused form covers run it."""
         return self.wanted
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its activations."""
-        assert self._fused is not None
-        return self._fused.norms[1].weight.dtype
-
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """hidden_states[B, L, K] -> [B, L, K], or a tuple of it, as the original gives it."""
+        if torch.compiler.is_compiling():
+            return super().forward(hidden_states, *args, **kwargs)
         packing = present()
         if packing is not None and id(self) in packing.stacks:
             y = self._packed(hidden_states, packing)
         else:
             given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
-            if not self._covers(hidden_states, given):
+            fused = self._covers(hidden_states, given)
+            if fused is None:
                 return super().forward(hidden_states, *args, **kwargs)
-            assert self._fused is not None
             module = part_of(self, self.form.attention)
             attend = EncoderAttention(module, self.form, hidden_states.shape, given, self.own)
-            y = self._fused(hidden_states.reshape(-1, hidden_states.shape[-1]), attend).view(hidden_states.shape)
+            y = fused(hidden_states.reshape(-1, hidden_states.shape[-1]), attend).view(hidden_states.shape)
         return (y,) if self.in_tuple else y
 
     def _packed(self, x: Tensor, packing: Packing) -> Tensor:
         """The layer on rows without padding; the first of its stack gathers them, the last scatters them."""
-        place, last = packing.stacks[id(self)]
+        place, last, fused = packing.stacks[id(self)]
         module: Any = part_of(self, self.form.attention)
         size, scale = head_size(module), scaling(module)
 
@@ -156,44 +165,53 @@ class FusedEncoderLayer(Replacement):
             q, k, v = qkv.view(len(qkv), 3, -1, size).unbind(1)
             return packing.attend(q, k, v, scale).reshape(len(qkv), -1)
 
-        assert self._fused is not None
-        y = self._fused(packing.gather(x) if place == 0 else x[0], attend)
+        y: Tensor = fused(packing.gather(x) if place == 0 else x[0], attend)
         return packing.scatter(y) if place == last else y[None]
 
-    def _covers(self, x: Tensor, given: Mapping[str, Any]) -> bool:
-        """Whether the fused form computes such a call."""
+    def _covers(self, x: Tensor, given: Mapping[str, Any]) -> FusedEncoder | None:
+        """The fused form, where it computes such a call."""
         if not x.numel() or any(given.get(name) for name in ASKS):
-            return False
+            return None
         others = (given.get(name) for name in self.unused)
         if any(one is not None and one is not False for one in others):
-            return False
-        return self.runs_fused(x) and x.dtype == self.dtype
+            return None
+        return self.fused_now(x)
 
-    def runs_fused(self, x: Tensor | None = None) -> bool:
-        """Whether the layer can run fused now, on x."""
-        if not self.wanted or self.training or not is_eager():
-            return False
+    def fused_now(self, x: Tensor | None = None) -> FusedEncoder | None:
+        """What the layer computes by the weights that it has now; None where it must run its modules, on x."""
+        if not self.wanted or self.training or not is_eager() or vars(self).get("_is_replica", False):
+            return None
         if torch.is_grad_enabled() and wants_gradient((x, *self.parameters())):
-            return False
-        if not self._is_fresh():
+            return None
+        fused = self._fused
+        if fused is None or not self._is_fresh():
             try:
-                self.lay_out()
+                fused = self.lay_out()
             except CannotFuse:
-                return False
-        return self._intact() and not torch.is_autocast_enabled(self._linears[-1].weight.device.type)
+                return None
+        if not self._intact() or torch.is_autocast_enabled(fused.device.type):
+            return None
+        return fused if x is None or x.dtype == fused.dtype else None
+
+    def _weights(self) -> tuple[Any, ...]:
+        """Where linear layers, norms and scales have their weights, and the norms' epsilons."""
+        parts = (part_of(self, name) for name in (*self.form.linears, *self.form.norms))
+        return (*map(_held_by, parts), *(part_of(self, name).data_ptr() for name in self.form.scales))
 
     def _is_fresh(self) -> bool:
-        """Whether linear layers and norms have the weights that were laid out."""
-        held, now = self._held, tuple(map(_held_by, self._linears))
-        same = len(held) == len(now) and all(a is b or a == b for a, b in zip(held, now, strict=True))
-        return self._fused is not None and same
+        """Whether it has the weights that were laid out."""
+        held, now = self._held, self._weights()
+        return len(held) == len(now) and all(a is b or a == b for a, b in zip(held, now, strict=True))
 
     def _intact(self) -> bool:
+        """Whether its modules are those that were read, nobody watches them, and none drops anything."""
         same = all(parent._modules.get(name) is child for parent, name, child in self._seen)
-        return same and not is_observed(*(child for _, _, child in self._seen))
+        if not same or any(one.training and one.p for one in self._dropouts):
+            return False
+        return not is_observed(*(child for _, _, child in self._seen))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        self._fused = None
+        self._held = ()  # its weights move one by one: they are concatenated again
         return super()._apply(fn, recurse)
 
 
@@ -215,6 +233,15 @@ def activation_of(layer: Any, form: EncoderForm) -> str | None:
 
 def read(layer: Any, form: EncoderForm) -> FusedEncoder:
     """Lay the weights of a layer out. Raises CannotFuse."""
+    if encoder_form_of(layer) != form:
+        raise CannotFuse("its modules are of another form than they were")
+    children = [one for one in layer.modules() if one is not layer]
+    if reason := own_code.why_not_in(children):
+        raise CannotFuse(reason)
+    held = (part_of(layer, name)._parameters.get("weight") for name in form.linears)
+    places = [one.data_ptr() for one in held if one is not None]
+    if len(set(places)) < len(places):
+        raise CannotFuse("two of its linear layers share a weight")
     activation = activation_of(layer, form)
     if activation is None:
         raise CannotFuse(f"its activation is {type(part_of(layer, form.activation)).__name__}")
@@ -223,6 +250,9 @@ def read(layer: Any, form: EncoderForm) -> FusedEncoder:
     if last is None:
         raise CannotFuse("it has no norm before its MLP")
     dtype = last.weight.dtype
+    vectors = [one for norm in norms if norm is not None for one in (norm.weight, norm.bias) if one is not None]
+    if any(one.dtype != dtype for one in vectors):
+        raise CannotFuse("its norms are of several dtypes")
 
     def linear(*names: str) -> FusedLinear:
         return concatenated_linear([part_of(layer, name) for name in names], dtype)
@@ -254,4 +284,5 @@ def _held_by(part: Any) -> Any:
     """Where a linear layer or norm has its weight: the same object, or equal, as long as that is the same."""
     if hasattr(part, "own_layout"):
         return part.layout
-    return tuple(None if one is None else one.data_ptr() for one in map(part._parameters.get, ("weight", "bias")))
+    own = (None if one is None else one.data_ptr() for one in map(part._parameters.get, ("weight", "bias")))
+    return (*own, getattr(part, "eps", None))

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,14 +16,15 @@ from torch.nn import functional
 @dataclass(frozen=True, eq=False)
 class Packing:
     """The rows of one call. rows: places of tokens among all B L. edges: int32[B + 1], where sequences begin among
-    them; lengths: the same as lengths. shape: (B, L). stacks: id of a layer -> (its place in its stack, the last one).
+    them; lengths: the same as lengths. shape: (B, L). stacks: id of a layer -> (its place in
+    its stack, the last one, what it computes).
     """
 
     rows: Tensor
     edges: Tensor
     lengths: tuple[int, ...]
     shape: tuple[int, int]
-    stacks: Mapping[int, tuple[int, int]]
+    stacks: Mapping[int, tuple[int, int, Any]]
 
     def gather(self, x: Tensor) -> Tensor:
         """x[B, L, K] -> [T, K]."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from transformers.utils import output_capturing
 
 from accelpatch import own_code
 from accelpatch.errors import PatchError
@@ -279,6 +280,12 @@ def is_observed(*modules: Any) -> bool:
     if any(not hasattr(hook, OWN_HOOK) for name in GLOBAL_HOOKS for hook in getattr(torch_module, name).values()):
         return True
     return any(
-        "forward" in vars(module) or own_code.differs(module) or any(getattr(module, table) for table in HOOKS)
+        "forward" in vars(module) or own_code.differs(module)
+        or any(not _idle(hook) for table in HOOKS for hook in getattr(module, table).values())
         for module in modules
-    )
+    )  # fmt: skip
+
+
+def _idle(hook: Any) -> bool:
+    """Whether a hook is one that transformers left there for outputs of every layer, and none are asked for now."""
+    return getattr(hook, "__module__", "") == output_capturing.__name__ and not output_capturing._active_collector.get()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from accelpatch.fusion.packed_rows import Packing
-from accelpatch.fusion.padding import Stack, packing_of, stacks_of
+from accelpatch.fusion.padding import packing_of
 from accelpatch.runtime.code_watch import CodeWatch
 
 
@@ -23,7 +23,6 @@ class ModelRuntime:
 
     loss = "whole"
     padding = "remove"
-    _stacks: list[Stack] | None = None
     compiled: Any = None  # the model's forward, compiled; None where the recipe does not ask for it
     static_cache = False  # whether generate() makes a static cache, for the compiled forward
 
@@ -44,11 +43,7 @@ class ModelRuntime:
 
     def packing(self, model: Any, given: Mapping[str, Any]) -> Packing | None:
         """How the layers of an encoder run such a call without its padding; None where they do not."""
-        if self.padding == "keep":
-            return None
-        if self._stacks is None:
-            self._stacks = stacks_of(model)
-        return packing_of(model, self._stacks, given)
+        return None if self.padding == "keep" else packing_of(model, given)
 
     def modules(self, forward: Any, model: Any, args: Any, kwargs: Any) -> Any:
         """Outputs of a call by the model's modules. forward: of the model's own class."""

@@ -177,13 +177,32 @@ def _in_training(model: Any, inputs: dict[str, Any]) -> None:
     model.train()
 
 
+def _with_dropout_on(model: Any, inputs: dict[str, Any]) -> None:
+    model.encoder.layer[1].output.dropout.train()
+
+
+def _as_a_replica(model: Any, inputs: dict[str, Any]) -> None:
+    vars(model.encoder.layer[1])["_is_replica"] = True
+
+
+class Doubled(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def _with_a_norm_of_ones_own(model: Any, inputs: dict[str, Any]) -> None:
+    model.encoder.layer[1].output.LayerNorm = Doubled(64)
+    model.double().float()  # weights are read anew
+
+
 def _with_another_child(model: Any, inputs: dict[str, Any]) -> None:
     old = model.encoder.layer[1].intermediate.dense
     model.encoder.layer[1].intermediate.dense = nn.Sequential(old)
 
 
 @pytest.mark.parametrize(
-    ("change", "fused"), [(_with_hook, 2), (_with_gradients, 0), (_in_training, 0), (_with_another_child, 2)],
+    ("change", "fused"), [(_with_hook, 2), (_with_gradients, 0), (_in_training, 0), (_with_another_child, 2),
+     (_with_dropout_on, 2), (_as_a_replica, 2), (_with_a_norm_of_ones_own, 2)],
     ids=lambda one: one.__name__.strip("_") if callable(one) else "",
 )  # fmt: skip
 def test_what_runs_the_modules(change: Callable[..., None], fused: int) -> None:
@@ -222,6 +241,38 @@ def test_weights_that_changed_are_read_anew(kind: str) -> None:
     accelpatch.unpatch(model)
     kept = inputs.get("attention_mask", torch.ones(found[0].shape[:2])).bool()
     assert close(found[0][kept], run(model, inputs)[0][kept])
+
+
+def test_layers_are_fused_again_after_hidden_states_were_asked_for() -> None:
+    model, inputs = patched("bert"), inputs_of("bert")
+    with counted() as calls:
+        run(model, inputs, output_hidden_states=True)
+        run(model, inputs)
+    assert calls[0] >= LAYERS
+
+
+def test_an_epsilon_that_changes_is_used() -> None:
+    model, stock, inputs = patched("vit"), model_of("vit"), inputs_of("vit")
+    for one in (model, stock):
+        next(part for part in one.modules() if type(part).__name__.endswith("ViTLayer")).layernorm_after.eps = 0.5
+    assert close(run(model, inputs)[0], run(stock, inputs)[0])
+
+
+def test_weights_stay_trainable_after_inference_mode() -> None:
+    model, inputs = patched("bert"), inputs_of("bert")
+    model.double().float()
+    with torch.inference_mode():
+        model(**inputs)
+    accelpatch.unpatch(model)
+    model.train()(**inputs)[1].sum().backward()
+    assert model.encoder.layer[0].attention.self.query.weight.grad is not None
+
+
+def test_compiled_without_a_break() -> None:
+    model, inputs = patched("vit"), inputs_of("vit")
+    due = run(model, inputs)[0]
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert close(run(compiled, inputs)[0], due)
 
 
 def test_a_copy_runs_fused_too() -> None:

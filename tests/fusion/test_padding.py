@@ -43,10 +43,9 @@ def both(kind: str, inputs: Mapping[str, Any], **more: Any) -> tuple[Any, Any, i
     return due, run(model, inputs, **more), removed(model) - before
 
 
-@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 @pytest.mark.parametrize("kind", TEXT)
-def test_tokens_are_stock_and_padding_is_zero(kind: str, left: bool) -> None:
-    inputs = batch(left=left)
+def test_tokens_are_stock_and_padding_is_zero(kind: str) -> None:
+    inputs = batch()
     due, found, calls = both(kind, inputs)
     kept = inputs["attention_mask"].bool()
     assert calls == 1
@@ -57,7 +56,7 @@ def test_tokens_are_stock_and_padding_is_zero(kind: str, left: bool) -> None:
 
 def test_a_mask_with_holes() -> None:
     inputs = batch()
-    inputs["attention_mask"][0, 4] = inputs["attention_mask"][2, 0] = 0
+    inputs["attention_mask"][0, 4] = inputs["attention_mask"][2, 3] = 0
     kept = inputs["attention_mask"].bool()
     due, found, calls = both("bert", inputs)
     assert calls == 1
@@ -78,6 +77,7 @@ def test_fewer_rows_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 NO_PADDING: Mapping[str, Callable[[dict[str, Tensor]], Any]] = {
     "an empty sentence": lambda inputs: inputs["attention_mask"][1].zero_(),
+    "a first token that is padding": lambda inputs: inputs["attention_mask"][2, 0].zero_(),
     "no padding": lambda inputs: inputs["attention_mask"].fill_(1),
     "hardly any": lambda inputs: (inputs["attention_mask"].fill_(1), inputs["attention_mask"][1, -1].zero_()),
     "no mask": lambda inputs: inputs.pop("attention_mask"),
@@ -179,3 +179,91 @@ def test_threads_and_copies() -> None:
     assert len(found) == 4
     assert all(torch.equal(one, due) for one in found)
     assert removed(twin) == 4
+
+
+class Chunked(torch.nn.Module):
+    """A model of one's own that gives BERT other rows than it was given."""
+
+    def __init__(self, bert: Any):
+        super().__init__()
+        self.bert = bert
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        made: Tensor = self.bert(input_ids.view(-1, 6), attention_mask.view(-1, 6)).last_hidden_state
+        return made.view(*input_ids.shape, -1)
+
+
+def test_models_of_ones_own_keep_their_padding() -> None:
+    model, inputs = Chunked(model_of("bert")).eval(), batch((12, 7, 12, 7))
+    due = run(model, inputs)
+    accelpatch.patch(model, "exact")
+    assert close(run(model, inputs)[inputs["attention_mask"].bool()], due[inputs["attention_mask"].bool()])
+
+
+def _fewer_layers(model: Any) -> None:
+    model.encoder.layer = model.encoder.layer[:2]
+
+
+def _a_stock_layer(model: Any) -> None:
+    model.encoder.layer[1] = model_of("bert").encoder.layer[1]  # type: ignore[index, union-attr]
+
+
+def _one_layer_twice(model: Any) -> None:
+    model.encoder.layer[2] = model.encoder.layer[1]
+
+
+def _a_hook_that_changes_the_mask(model: Any) -> None:
+    def change(module: Any, args: Any, kwargs: Any) -> Any:
+        return args, kwargs | {"attention_mask": None}
+
+    model.encoder.register_forward_pre_hook(change, with_kwargs=True)
+
+
+def _another_attention(model: Any) -> None:
+    t.AttentionInterface.register("halved", lambda *given, **more: (0.5 * sdpa(*given, **more)[0], None))
+    t.AttentionMaskInterface.register("halved", t.masking_utils.sdpa_mask)
+    model.set_attn_implementation("halved")
+
+
+def sdpa(*given: Any, **more: Any) -> Any:
+    return t.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"](*given, **more)
+
+
+@pytest.mark.parametrize(
+    "change", [_fewer_layers, _a_stock_layer, _one_layer_twice, _a_hook_that_changes_the_mask, _another_attention]
+)
+def test_changes_after_the_patch(change: Callable[[Any], None]) -> None:
+    inputs, stock, model = batch(), model_of("bert"), patched("bert")
+    change(stock)
+    change(model)
+    due, found, kept = run(stock, inputs)[0], run(model, inputs)[0], inputs["attention_mask"].bool()
+    assert found.shape == due.shape
+    assert close(found[kept], due[kept])
+
+
+@pytest.mark.parametrize("shape", [(4, 15), (4, 8)], ids=["wider", "narrower"])
+def test_a_mask_of_another_shape_is_stocks_error(shape: tuple[int, int]) -> None:
+    mask = torch.ones(shape, dtype=torch.long)
+    mask[:, 4:] = 0
+    inputs = batch() | {"attention_mask": mask}
+    for model in (model_of("bert"), patched("bert")):
+        with pytest.raises(Exception, match=r"shape|size|expand"):
+            run(model, inputs)
+
+
+def test_moves_beside_calls() -> None:
+    model, inputs, right = patched("bert"), batch(), list[bool]()
+    kept = inputs["attention_mask"].bool()
+    due = run(model, inputs)[0][kept]
+
+    def both() -> None:
+        for _ in range(20):
+            model.to("cpu")
+            right.append(close(run(model, inputs)[0][kept], due))
+
+    threads = [threading.Thread(target=both) for _ in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert right == [True] * 80
