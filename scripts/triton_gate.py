@@ -97,7 +97,9 @@ def products(form: str, sums: str, archs: tuple[str, ...], number: int) -> dict[
     flags = {name: value for name, value in FLAGS.items() if name != "EVEN"}
     made = {
         "tiles": Build(kernels.tiles, (one, one, "*bf16", *behind, *("i32",) * 7),
-                       FLAGS | {"TMA": False, "GROUP": 8} | of_tile(TILE) | added, TILE.warps, 48),
+                       FLAGS | {"TMA": False, "GROUP": 8, "D": 1} | of_tile(TILE) | added, TILE.warps, 48),
+        "tiles, a matrix behind": Build(kernels.tiles, (one, one, "*bf16", *behind, *("i32",) * 7),
+                                        FLAGS | {"TMA": False, "GROUP": 8} | of_tile(TILE) | added, TILE.warps, 64),
         "tiles, gated": Build(kernels.gated, (one, one, "*bf16", *behind[:4], *("i32",) * 5),
                               {"BIAS": True, "CODE": 0, "EVEN": True, "TMA": False, "GROUP": 8} | of_tile(TILE)
                               | added, TILE.warps),

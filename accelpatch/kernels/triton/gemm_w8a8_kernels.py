@@ -75,6 +75,25 @@ def _place(tile, m, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.con
     return (group * GROUP + place % rows) * TILE_M, (place // rows) * TILE_N
 
 
+@triton.jit
+def _finish(  # type: ignore[no-untyped-def]
+    c, out, e, row_scale, column_scale, d, correction, residual, alpha, beta, first_m, first_n, m, n, batch, d_row,
+    d_batch, ROW: tl.constexpr, COLUMN: tl.constexpr, D: tl.constexpr, CORRECTED: tl.constexpr,
+    RESIDUAL: tl.constexpr, CODE: tl.constexpr, TMA: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Write E's tile of the sums c."""
+    ms, ns = (first_m + tl.arange(0, TILE_M))[:, None], (first_n + tl.arange(0, TILE_N))[None, :]
+    y = _value(
+        c, row_scale, column_scale, d + batch * d_batch, correction, residual + batch * m * n, alpha, beta, ms, ns,
+        m, n, d_row, ROW, COLUMN, D, CORRECTED, RESIDUAL, CODE,
+    )  # fmt: skip
+    y = _rounded(y, e.dtype.element_ty)
+    if TMA:  # a tile's rows as whole lines
+        out.store([first_m, first_n], y)
+    else:
+        tl.store(e + (batch * m + ms) * n + ns, y, mask=(ms < m) & (ns < n))
+
+
 @triton.jit(do_not_specialize=["m"])
 def tiles(  # type: ignore[no-untyped-def]
     a, b, out, e, row_scale, column_scale, d, correction, residual, alpha, beta, m, n, k, a_row, b_row, d_row, d_batch,
@@ -82,36 +101,38 @@ def tiles(  # type: ignore[no-untyped-def]
     CODE: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, FLOAT: tl.constexpr = 0,
 ):  # fmt: skip
-    """A program takes every num_programs-th tile; one that has several loads the next while it finishes one."""
-    batch, programs = tl.program_id(1).to(tl.int64), tl.num_programs(0)
-    done = tl.program_id(0) - programs  # counted apart from `tile`, which the loads of the next tile depend on
-    for tile in tl.range(tl.program_id(0), tl.cdiv(m, TILE_M) * tl.cdiv(n, TILE_N), programs, flatten=TMA):
-        first_m, first_n = _place(tile, m, n, TILE_M, TILE_N, GROUP)
-        c = tl.zeros([TILE_M, TILE_N], tl.float32 if FLOAT else tl.int32)
-        if TMA:
+    """By TMA a program takes every num_programs-th tile, and loads the next one while it finishes one."""
+    batch = tl.program_id(1).to(tl.int64)
+    zero: tl.constexpr = tl.float32 if FLOAT else tl.int32
+    if TMA:
+        programs = tl.num_programs(0)
+        done = tl.program_id(0) - programs  # counted apart from `tile`, which the loads of the next tile depend on
+        for tile in tl.range(tl.program_id(0), tl.cdiv(m, TILE_M) * tl.cdiv(n, TILE_N), programs, flatten=True):
+            first_m, first_n = _place(tile, m, n, TILE_M, TILE_N, GROUP)
+            c = tl.zeros([TILE_M, TILE_N], zero)
             for at in tl.range(0, k, TILE_K):
                 c = _dot(a.load([first_m, at]), b.load([first_n, at]).T, c, FLOAT)
-        else:
-            ms, ns, ks = first_m + tl.arange(0, TILE_M), first_n + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
-            a_tile = a + (batch * m + tl.minimum(ms, m - 1))[:, None] * a_row + ks[None, :]
-            b_tile = b + (batch * n + tl.minimum(ns, n - 1))[None, :] * b_row + ks[:, None]
-            for at in tl.range(0, k, TILE_K):
-                x, w = _some(a_tile, at + ks, k, EVEN, True), _some(b_tile, at + ks, k, EVEN, False)
-                c = _dot(x, w, c, FLOAT)
-                a_tile += TILE_K
-                b_tile += TILE_K
-        done += programs
-        first_m, first_n = _place(done, m, n, TILE_M, TILE_N, GROUP)
-        ms, ns = (first_m + tl.arange(0, TILE_M))[:, None], (first_n + tl.arange(0, TILE_N))[None, :]
-        y = _value(
-            c, row_scale, column_scale, d + batch * d_batch, correction, residual + batch * m * n, alpha, beta, ms, ns,
-            m, n, d_row, ROW, COLUMN, D, CORRECTED, RESIDUAL, CODE,
+            done += programs
+            first_m, first_n = _place(done, m, n, TILE_M, TILE_N, GROUP)
+            _finish(
+                c, out, e, row_scale, column_scale, d, correction, residual, alpha, beta, first_m, first_n, m, n, batch,
+                d_row, d_batch, ROW, COLUMN, D, CORRECTED, RESIDUAL, CODE, True, TILE_M, TILE_N,
+            )  # fmt: skip
+    else:
+        first_m, first_n = _place(tl.program_id(0), m, n, TILE_M, TILE_N, GROUP)
+        ms, ns, ks = first_m + tl.arange(0, TILE_M), first_n + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
+        a_tile = a + (batch * m + tl.minimum(ms, m - 1))[:, None] * a_row + ks[None, :]
+        b_tile = b + (batch * n + tl.minimum(ns, n - 1))[None, :] * b_row + ks[:, None]
+        c = tl.zeros([TILE_M, TILE_N], zero)
+        for at in tl.range(0, k, TILE_K):
+            x, w = _some(a_tile, at + ks, k, EVEN, True), _some(b_tile, at + ks, k, EVEN, False)
+            c = _dot(x, w, c, FLOAT)
+            a_tile += TILE_K
+            b_tile += TILE_K
+        _finish(
+            c, out, e, row_scale, column_scale, d, correction, residual, alpha, beta, first_m, first_n, m, n, batch,
+            d_row, d_batch, ROW, COLUMN, D, CORRECTED, RESIDUAL, CODE, False, TILE_M, TILE_N,
         )  # fmt: skip
-        y = _rounded(y, e.dtype.element_ty)
-        if TMA:  # a tile's rows as whole lines
-            out.store([first_m, first_n], y)
-        else:
-            tl.store(e + (batch * m + ms) * n + ns, y, mask=(ms < m) & (ns < n))
 
 
 @triton.jit(do_not_specialize=["m"])
