@@ -35,7 +35,7 @@ from accelpatch.modules.replacement import Replacement, adopt, is_observed
 
 ASKS = ("output_attentions", "output_hidden_states")
 _LOCK = threading.RLock()
-#: classes of activations -> names; those of other MLPs besides
+#: class of an activation -> its name among those of `gated_activation.ACTIVATIONS`
 ACTIVATION_CLASSES: Mapping[str, str] = {**PLAIN_ACTIVATIONS, "QuickGELUActivation": "quick_gelu"}
 
 
@@ -97,8 +97,12 @@ class FusedEncoder:
 
 
 class FusedEncoderLayer(Replacement):
-    """The module. wanted: whether it runs fused, once its weights are laid out. positional: names of its forward's
-    arguments after the hidden states; own: the same; unused: those of them that the fused form does not take."""
+    """The module in the place of a layer.
+
+    wanted: whether it runs fused, once its weights are laid out. positional: names of its forward's arguments after the
+    hidden states, in their order; own: the same as a set; unused: those of them that the fused form does not take.
+    in_tuple: whether the original gives its output in a tuple.
+    """
 
     transient = ("_fused", "_seen", "_dropouts", "_held")
     form: EncoderForm
@@ -273,7 +277,7 @@ def _norm(module: Any) -> FusedNorm | None:
 
 
 def _children(layer: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, child) of all modules in a layer that run nothing of their own, parameters of adapters say."""
+    """(parent, name, child) of all modules in a layer."""
     return [
         (parent, name, child) for parent in layer.modules() for name, child in parent._modules.items()
         if child is not None

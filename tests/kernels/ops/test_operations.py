@@ -19,22 +19,11 @@ from accelpatch.kernels.spec import Case, in_precision
 from tests.support.experts import random_experts
 from tests.support.gradients import DIFFERENTIABLE
 from tests.support.parity import DTYPES, assert_parity, bits, name, strided, transposed
-from tests.support.random_arguments import random_args
+from tests.support.random_arguments import OF_INT8, W8A8, random_args
 
 CPU = torch.device("cpu")
 OPS = tuple(op for op in dispatch.TABLE if dispatch.kernel(op).registered)
 CASES = [(op, case) for op in OPS for case in dispatch.kernel(op).cases()]
-W8A8 = (
-    "quantize_rows",
-    "rmsnorm_rows",
-    "layernorm_rows",
-    "gemm_w8a8",
-    "gemm_fp8",
-    "gated_fp8",
-    "w8a8_linear",
-    "w8a8_packed",
-)
-OF_INT8 = ("layernorm_q", "int8_attention", "gated_rows", "activated_rows")
 NO_GRADIENT = ("int8_embedding", "packed_embedding", "rotary_cos_sin", "gemm_w8a8", "gemm_fp8", "gated_fp8")
 NO_GRADIENT += ("layernorm_q", "int8_attention", "block_embedding")  # integers or 8-bit floats go in, or come out
 PRODUCTS = tuple(op for op in OPS if op.endswith("_linear") and op != "packed_linear")
