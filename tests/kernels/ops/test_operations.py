@@ -19,7 +19,7 @@ from accelpatch.kernels.spec import Case, in_precision
 from tests.support.experts import random_experts
 from tests.support.gradients import DIFFERENTIABLE
 from tests.support.parity import DTYPES, assert_parity, bits, name, strided, transposed
-from tests.support.random_arguments import OF_INT8, W8A8, random_args
+from tests.support.random_arguments import random_args
 
 CPU = torch.device("cpu")
 OPS = tuple(op for op in dispatch.TABLE if dispatch.kernel(op).registered)
