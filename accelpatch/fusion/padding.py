@@ -25,7 +25,8 @@ from accelpatch.modules.attention_settings import NAME
 from accelpatch.modules.replacement import is_observed
 
 KEPT = 0.9  # the largest share of a batch's places that are tokens with which padding is removed
-LEAST = {"cuda": 16384, "cpu": 0}  # rows of a padded batch from which on; fewer take a GPU less time than their launches
+#: places of a padded batch from which on; of fewer the launches take a GPU's host longer than their padding takes the GPU
+LEAST = {"cuda": 16384, "cpu": 0}
 #: arguments that padded places cannot be seen by
 NAMES = frozenset((
     "input_ids", "inputs_embeds", MASK, "token_type_ids", "position_ids", "labels", "num_items_in_batch", "return_dict",
