@@ -25,7 +25,7 @@ from accelpatch.modules.attention_settings import NAME
 from accelpatch.modules.replacement import is_observed
 
 KEPT = 0.9  # the largest share of a batch's places that are tokens with which padding is removed
-#: places of a padded batch from which on; of fewer the launches take a GPU's host longer than their padding takes the GPU
+#: places of a padded batch from which on; fewer take a GPU less time than their launches take the host
 LEAST = {"cuda": 16384, "cpu": 0}
 #: arguments that padded places cannot be seen by
 NAMES = frozenset((
