@@ -104,6 +104,8 @@ _ARCHS = (
     _sm(121, 48, 100, "mma", "e4m3fn"),
 )  # fmt: skip
 ARCHS: Mapping[str, Arch] = MappingProxyType({arch.name: arch for arch in _ARCHS})
+CDNA = CDNA2, CDNA3, CDNA4 = ("gfx90a", "gfx942", "gfx950")
+AMPERE_TO_HOPPER = tuple(arch.name for arch in _ARCHS if arch.vendor == "nvidia" and 80 <= arch.number <= 90)
 
 
 @functools.cache

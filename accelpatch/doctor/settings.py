@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from accelpatch.device import AMPERE_TO_HOPPER, CDNA, CDNA3, CDNA4
+
 #: what an advice is for; `speed` is taken where nothing else is asked for
 TOPICS = ("speed", "memory", "determinism", "parallel", "tuning", "affinity", "convolution")
 #: value of an advice: "leave it out of the environment"
 UNSET = ""
 #: value of an advice: the number of physical cores that this process may use
 CORES = "{cores}"
-CDNA = ("gfx90a", "gfx942", "gfx950")
 
 _HIP = "ROCm documentation, HIP environment variables"
 _GUIDE = "AMD, LLM fine-tuning and inference on Instinct, Miscellaneous"
@@ -103,7 +104,7 @@ SETTINGS: tuple[Setting, ...] = (
         "CUDA_DEVICE_MAX_CONNECTIONS", ("nvidia",),
         "Work queues from the host to the GPU, 1 to 32; default 8.", _CUDA,
         (
-            Advice(("sm_80", "sm_86", "sm_89", "sm_90"), "1", "kernels start in the order of their launches, which "
+            Advice(AMPERE_TO_HOPPER, "1", "kernels start in the order of their launches, which "
                    "overlapping communication and GEMM needs (Megatron-LM); for one GPU leave it out", "parallel"),
             Advice(("nvidia",), UNSET, "with 1, independent streams wait for each other"),
         ),
@@ -166,7 +167,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("HIPBLASLT_TUNING_OVERRIDE_FILE", ("amd",), "Solutions that replace the library's choice.", _HIPBLASLT),
     Setting(
         "TENSILE_SOLUTION_SELECTION_METHOD", ("amd",), "2: hipBLASLt predicts the solution (Origami).", _HIPBLASLT,
-        (Advice(("gfx950",), UNSET, "prediction is the only selection of this arch"),),
+        (Advice((CDNA4,), UNSET, "prediction is the only selection of this arch"),),
     ),
     Setting("MIOPEN_FIND_MODE", ("amd",), "How MIOpen chooses a convolution; default DYNAMIC_HYBRID.", _MIOPEN),
     Setting("MIOPEN_USER_DB_PATH", ("amd",), "Where MIOpen keeps what it found; a local disk is best.", _MIOPEN),
@@ -193,7 +194,7 @@ SETTINGS: tuple[Setting, ...] = (
     # Several GPUs.
     Setting(
         "NCCL_MIN_NCHANNELS", _GPU, "Channels of a collective, at least.", _MI300X,
-        (Advice(("gfx942",), "112", "for collectives among all eight GPUs of an MI300X host, by AMD's guide",
+        (Advice((CDNA3,), "112", "for collectives among all eight GPUs of an MI300X host, by AMD's guide",
                 "parallel"),),
     ),
     # The host.
