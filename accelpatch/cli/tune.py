@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from . import console, options, tune_auto, tune_gemms, tune_kernels
+from . import console, options, tune_auto, tune_gemms, tune_hipblaslt, tune_kernels
 from .options import DeviceOption, JsonOption
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ commands.command("auto")(tune_auto.auto)
 commands.command("trial")(tune_auto.trial)
 commands.command("kernels")(tune_kernels.kernels)
 commands.command("tunableop")(tune_gemms.tunableop)
+commands.add_typer(tune_hipblaslt.commands, name="hipblaslt")
 
 
 @commands.command("attention")

@@ -25,7 +25,8 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "runtime": ("kernels modules fusion models.family report device own_code errors", "transformers"),
     "checkpoints": ("replacers patching modules quant models recipe report device errors", "transformers safetensors"),
     "bench": ("kernels runtime report device errors", "matplotlib"),  # matplotlib: plots, an optional package
-    "tuning": ("kernels bench runtime report device cache errors", ""),
+    # pymoo: the genetic search, an optional package
+    "tuning": ("kernels bench runtime report device cache errors", "yaml numpy pymoo triton"),
     # modules.replacement: the mark of hooks that change nothing, so that a patched model goes on with its fast paths
     "profiling": (
         "kernels bench runtime modules.replacement report device cache errors",
