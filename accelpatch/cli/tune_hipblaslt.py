@@ -11,10 +11,10 @@ from typer.core import TyperGroup
 from accelpatch.errors import AccelpatchError
 
 from . import console
+from . import tune_hipblaslt_output as said
 from .options import JsonOption
 
 if TYPE_CHECKING:
-    from accelpatch.tuning.hipblaslt import balancer, logic, results, stages
     from accelpatch.tuning.hipblaslt.work import Work
 
 WHOLE = "all"
@@ -134,31 +134,9 @@ def configs(
 
     platform = _platform(on, hipblaslt)
     found = stages.configs(_work(out), log, arch=_arch(arch, platform), platform=platform, threshold=threshold)
-    document = _configured(found, out, platform)
+    document = said.configured(found, out, platform)
     if json:
         console.print_json(document)
-
-
-def _configured(found: stages.Configured, out: Path, platform: str) -> dict[str, Any]:
-    """Say what was found, on stderr, and return it as a document."""
-    log, left_out = found.log, [row for row in found.rows if not row.name]
-    if log is None:
-        console.note(f"configs: already done in {out}: {len(found.names)} GEMMs")
-    else:
-        console.note(f"configs: {len(found.names)} of {len(found.rows)} GEMMs of {log.form}, {log.found.lines} lines")
-        for number, why in log.skipped:
-            console.warning(f"line {number} is left out: {why}")
-        if log.unusable > len(log.skipped):
-            console.warning(f"{log.unusable - len(log.skipped)} more lines are left out")
-        for note in log.notes:
-            console.warning(note)
-    for why in dict.fromkeys(row.left_out for row in left_out):
-        count = sum(row.left_out == why for row in left_out)
-        console.note(f"configs: {count} GEMM{'s are' if count > 1 else ' is'} not tuned: {why}")
-    if platform == "simulated":
-        console.note("configs: for a SIMULATED device, by a cost model: no time below is a measurement")
-    rows = [{"name": row.name, "shape": row.gemm.shape, "calls": row.calls, "share": row.share} for row in found.rows]
-    return {"platform": platform, "out": str(out), "gemms": rows, "unusable_lines": log.unusable if log else None}
 
 
 @commands.command("optimize")
@@ -179,17 +157,7 @@ def optimize(
             _work(work), devices=_device_list(devices), trials=trials, seconds=seconds, seed=seed, only=only,
             hipblaslt=_hipblaslt(hipblaslt), progress=progress,
         )  # fmt: skip
-    _optimized(made, work)
-
-
-def _optimized(made: balancer.Spread, work: Path) -> None:
-    console.note(f"optimize: {len(made.done)} searches ended; logs in {work / 'logs'}")
-    for device, why in made.lost.items():
-        console.warning(f"device {device} is given up: {why}")
-    for name, why in made.failed.items():
-        console.warning(f"{name}: {why}; the command again goes on where it was")
-    for name in made.left:
-        console.warning(f"{name} was not begun: no device is left")
+    said.optimized(made, work)
 
 
 @commands.command("merge")
@@ -197,13 +165,7 @@ def merge(work: WorkArgument = OUT, hipblaslt: HipblasltOption = None) -> None:
     """Put the kernels that were found into one library a problem type, and build it."""
     from accelpatch.tuning.hipblaslt import stages
 
-    _merged(stages.merge(_work(work), hipblaslt=_hipblaslt(hipblaslt)), work)
-
-
-def _merged(made: logic.Merged, work: Path) -> None:
-    for why in made.left_out.values():
-        console.warning(why)
-    console.note(f"merge: {len(made.of)} libraries in {work / 'libs'}")
+    said.merged(stages.merge(_work(work), hipblaslt=_hipblaslt(hipblaslt)), work)
 
 
 @commands.command("benchmark")
@@ -227,40 +189,7 @@ def postprocess(
     from accelpatch.tuning.hipblaslt import stages
 
     found = stages.postprocess(_work(work), error=max_error, uplift=min_uplift)
-    _finish(found, work, _hipblaslt(hipblaslt), json)
-
-
-def _finish(found: results.Summary, work: Path, hipblaslt: str, json: bool) -> None:
-    """Print the comparison, the uplift, and the commands that are the user's to run."""
-    from accelpatch.report import table
-    from accelpatch.tuning.hipblaslt import stages
-
-    platform = str(_work(work).settings()["platform"])
-    commands = stages.adoption(_work(work), hipblaslt)
-    gemms = [{"name": one.row.name, "reference_us": one.reference.microseconds, "tuned_us": one.tuned.microseconds,
-              "ratio": one.ratio, "error": one.error, "winner": one.winner, "reason": one.reason}
-             for one in found.compared]  # fmt: skip
-    if json:
-        console.print_json({"platform": platform, "simulated": platform == "simulated", "average_uplift": found.mean,
-                            "weighted_uplift": found.weighted, "gemms": gemms, "commands": commands})  # fmt: skip
-        return
-    said = "SIMULATED " if platform == "simulated" else ""
-    rows = [("GEMM", "shape", "calls", f"{said}us, reference", f"{said}us, tuned", "x", "kept")]
-    rows += [
-        (one.row.name, one.row.gemm.shape, str(one.row.calls), f"{one.reference.microseconds:.2f}",
-         f"{one.tuned.microseconds:.2f}", f"{one.ratio:.3f}", one.reason or "yes")
-        for one in found.compared
-    ]  # fmt: skip
-    print(table(rows))
-    mean = "none is kept" if found.mean is None else f"{found.mean:+.1%} over {len(found.kept)} GEMMs that are kept"
-    print(f"{said}average uplift: {mean}")
-    print(f"{said}weighted uplift: {found.weighted:+.1%} of the time of all calls of {len(found.compared)} GEMMs")
-    print(f"tables: {work / 'results'}; final library: {work / 'final'}")
-    if platform == "simulated":
-        print("SIMULATED: the times are those of a cost model, and the library is none that hipBLASLt can use")
-    if commands:
-        print("these change hipBLASLt itself, so they are yours to run, on a branch of its own:")
-        print("\n".join(f"  {line}" for line in commands))
+    said.finish(found, work, _hipblaslt(hipblaslt), json)
 
 
 @commands.command(WHOLE)
@@ -285,34 +214,19 @@ def whole(
 
     chosen = _device_list(devices)
     if engine != "genetic":
-        _other_engine(engine, log, hipblaslt, devices, arch, json)
+        said.other_engine(engine, log, _hipblaslt(hipblaslt), chosen, arch, json)
         return
     platform, root, work = _platform(on, hipblaslt), _hipblaslt(hipblaslt), _work(out)
     found = stages.configs(work, log, arch=_arch(arch, platform), platform=platform, threshold=threshold)
-    _configured(found, out, platform)
+    said.configured(found, out, platform)
     if not work.done("optimize"):
         with console.progress_bars() as progress:
             made = stages.optimize(
                 work, devices=chosen, trials=trials, seconds=seconds, seed=seed, hipblaslt=root, progress=progress
             )
-        _optimized(made, out)
+        said.optimized(made, out)
     if not work.done("merge"):
-        _merged(stages.merge(work, hipblaslt=root), out)
+        said.merged(stages.merge(work, hipblaslt=root), out)
     if not work.done("benchmark"):
         stages.benchmark(work, hipblaslt=root, device=chosen[0])
-    _finish(stages.postprocess(work, error=max_error, uplift=min_uplift), out, root, json)
-
-
-def _other_engine(
-    engine: Engine, log: Path, hipblaslt: Path | None, devices: str, arch: str | None, json: bool
-) -> None:
-    """Print the lines that another engine needs; none of them is run."""
-    from accelpatch.tuning.hipblaslt import engines
-
-    found = engines.lines(engine, log, _hipblaslt(hipblaslt), _device_list(devices), arch)
-    if json:
-        console.print_json({"engine": engine, "lines": found.lines, "notes": found.notes})
-        return
-    for note in found.notes:
-        console.note(note)
-    print("\n".join(found.lines))
+    said.finish(stages.postprocess(work, error=max_error, uplift=min_uplift), out, root, json)

@@ -1,8 +1,8 @@
 """Library logic: which solution serves which size, as TensileLite writes it and TensileMergeLibrary reads it.
 
-A file is a list (the names of its places are in TensileMergeLibrary.py): version, schedule, arch, devices, problem type,
-solutions, order of indices, exact sizes [[m, n, batch, k], [solution, gflops]], ranges, ...; for some archs it is a
-mapping with those names.
+A file is a list (the names of its places are in TensileMergeLibrary.py): version, schedule, arch, devices, problem
+type, solutions, order of indices, exact sizes [[m, n, batch, k], [solution, gflops]], ranges, ...; for some archs it is
+a mapping with those names.
 """
 
 from __future__ import annotations

@@ -87,22 +87,19 @@ def best_of(trials: list[Trial]) -> Trial | None:
 def _generations(
     space: Space, asked: Callable[[Mapping[str, Any]], float], ended: Callable[[], bool], seed: int, population: int
 ) -> None:
-    """Breed until the search has ended, or nothing new is found."""
-    import numpy
+    """Breed until the search has ended, or the algorithm finds nothing new."""
     from pymoo.core.mixed import MixedVariableGA
-    from pymoo.core.problem import Problem
+    from pymoo.core.problem import ElementwiseProblem
     from pymoo.core.variable import Choice as Variable
     from pymoo.termination.max_gen import MaximumGenerationTermination
+
+    class Asked(ElementwiseProblem):
+        def _evaluate(self, x: Mapping[str, Any], out: dict[str, float], *rest: Any, **others: Any) -> None:
+            out["F"] = asked(x)
 
     variables = {name: Variable(options=list(range(len(values)))) for name, values in space.free.items()}
     algorithm = MixedVariableGA(pop_size=population)
     endless = MaximumGenerationTermination(1 << 30)
-    algorithm.setup(Problem(vars=variables, n_obj=1), termination=endless, seed=seed, verbose=False)
-    while not ended():
-        generation = algorithm.ask()
-        if generation is None or not len(generation):
-            return
-        generation.set("F", numpy.array([[asked(one.X)] for one in generation]))
-        for one in generation:
-            one.evaluated.add("F")
-        algorithm.tell(infills=generation)
+    algorithm.setup(Asked(vars=variables, n_obj=1), termination=endless, seed=seed, verbose=False)
+    while not ended() and algorithm.has_next():
+        algorithm.next()

@@ -80,7 +80,7 @@ def _heading(row: workload.Row, platform: str) -> str:
 def _source(platform: str) -> Any:
     """What writes configurations for a platform."""
     if platform == "triton":
-        from . import triton_configuration
+        from accelpatch.tuning.hipblaslt import triton_configuration
 
         return triton_configuration
     return configuration
