@@ -117,7 +117,7 @@ def read(file: Path) -> list[Ran]:
         found.append(_ran(file, head, after))
     if not found:
         last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
-        raise AccelpatchError(f"{file} holds no result of hipblaslt-bench; its last line: {last:.120a}")
+        raise AccelpatchError(f"{file} holds no result of hipblaslt-bench; its last line: {last[:120]!a}")
     return found
 
 
@@ -133,9 +133,9 @@ def _ran(file: Path, head: str, after: Sequence[str]) -> Ran:
         m, n, k, batch = (int(row[name]) for name in ("m", "n", "k", "batch_count"))
         microseconds = float(row["us"])
     except (KeyError, ValueError):
-        raise AccelpatchError(f"{file}: the row {line:.80a} is cut off, or no result") from None
+        raise AccelpatchError(f"{file}: the row {line[:80]!a} is cut off, or no result") from None
     if not 0 < microseconds < math.inf:
-        raise AccelpatchError(f"{file}: {row['us']:.20a} microseconds are no time")
+        raise AccelpatchError(f"{file}: {row['us'][:20]!a} microseconds are no time")
     kernel = next((match[1].strip() for one in after if (match := KERNEL.search(one))), row.get("kernel_name", ""))
     return Ran((row["transA"], row["transB"], batch, m, n, k), microseconds, kernel, _error(row))
 

@@ -88,13 +88,13 @@ def why_not(gemm: Gemm) -> str | None:
     """Why a problem cannot be tuned; None where it can."""
     for name in (gemm.a_type, gemm.b_type, gemm.c_type, gemm.d_type):
         if name not in TYPES:
-            return f"unknown data type {name:.40a}"
+            return f"unknown data type {name[:40]!a}"
     if gemm.compute_type not in COMPUTE:
-        return f"unknown compute type {gemm.compute_type:.40a}"
+        return f"unknown compute type {gemm.compute_type[:40]!a}"
     if gemm.a_type != gemm.b_type and (gemm.a_type, gemm.b_type) not in MIXED:
         return f"TensileLite has no name for A of {gemm.a_type} and B of {gemm.b_type}"
     if gemm.trans_a not in ("N", "T") or gemm.trans_b not in ("N", "T"):
-        return f"transA {gemm.trans_a:.20a} and transB {gemm.trans_b:.20a}: only N and T are tuned"
+        return f"transA {gemm.trans_a[:20]!a} and transB {gemm.trans_b[:20]!a}: only N and T are tuned"
     sizes = (gemm.m, gemm.n, gemm.k, gemm.batch)
     if min(sizes) < 1:
         return f"an empty problem: {gemm.shape}"

@@ -83,7 +83,7 @@ def _words(line: str, program: str) -> dict[str, str]:
         elif last and not options[last]:
             options[last] = word
         else:
-            raise LineError(f"{word:.40a} belongs to no option")
+            raise LineError(f"{word[:40]!a} belongs to no option")
     return options
 
 
@@ -94,7 +94,7 @@ def _number(values: Mapping[str, str], name: str, default: int | None = None) ->
             raise LineError(f"{name} is missing")
         return default
     if len(text) > 12 or not (text.isascii() and text.removeprefix("-").isdigit()):
-        raise LineError(f"{name} is {text:.40a}, no integer")
+        raise LineError(f"{name} is {text[:40]!a}, no integer")
     return int(text)
 
 
@@ -105,7 +105,7 @@ def _word(values: Mapping[str, str], name: str, default: str | None = None) -> s
             raise LineError(f"{name} is missing")
         return default
     if text not in PLAIN and not WORD.fullmatch(text):
-        raise LineError(f"{name} is {text:.40a}, no name")
+        raise LineError(f"{name} is {text[:40]!a}, no name")
     return text
 
 
@@ -136,7 +136,7 @@ def _gemm(
     a_type = types(_word(values, f"{prefix}a_type", precision))
     b_type, c_type = (types(_word(values, f"{prefix}{one}_type", precision or a_type)) for one in "bc")
     d_type = types(_word(values, f"{prefix}d_type", c_type))
-    total = compute or types(_word(values, f"{prefix}compute_type", precision or "f32_r").removeprefix("c_"))
+    total = compute or types(_word(values, f"{prefix}compute_type", precision).removeprefix("c_"))
     batch = _number(values, names["batch"], 1)
     return _checked(Gemm(trans_a, trans_b, m, n, k, batch, a_type, b_type, c_type, d_type, total, (a, b, c, d)))
 
@@ -170,7 +170,7 @@ def _same(text: str) -> str:
 def _mask_64(line: str) -> Call:
     values = _entry(line)
     if values.get("function") != "matmul":
-        raise LineError(f"function is {values.get('function', ''):.40a}, not matmul")
+        raise LineError(f"function is {values.get('function', '')[:40]!a}, not matmul")
     return Call(_gemm(values, PROFILE, _same), _calls(values), _epilogue(values))
 
 
@@ -192,7 +192,7 @@ def _rocblas_profile(line: str) -> Call:
     values = _entry(line)
     name = values.get("rocblas_function", "")
     if not re.fullmatch(r"rocblas_([hsd]?gemm)(_strided_batched)?(_ex)?", name):
-        raise LineError(f"{name:.60a} is no GEMM that hipBLASLt has")
+        raise LineError(f"{name[:60]!a} is no GEMM that hipBLASLt has")
     if "gemm_" not in name.partition("rocblas_")[2][:5]:  # rocblas_hgemm and the like name their type
         symbol = name.removeprefix("rocblas_")[0]
         values.setdefault("a_type", _rocblas_type(symbol))
@@ -204,7 +204,7 @@ def _rocblas_bench(line: str) -> Call:
     values = _words(line, "rocblas-bench ")
     name = values.get("-f", "")
     if not re.fullmatch(r"gemm(_strided_batched)?(_ex)?", name):
-        raise LineError(f"{name:.60a} is no GEMM that hipBLASLt has")
+        raise LineError(f"{name[:60]!a} is no GEMM that hipBLASLt has")
     names = {**BENCH, "transA": "--transposeA", "transB": "--transposeB"}
     return Call(_gemm(values, names, _rocblas_type), 1)
 

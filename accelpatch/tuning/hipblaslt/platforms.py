@@ -72,7 +72,7 @@ def gemm_of(work: Work, name: str) -> Gemm:
     for row in workload.read(work.summary):
         if row.name == name:
             return row.gemm
-    raise AccelpatchError(f"{work.summary} has no GEMM named {name:.40a}")
+    raise AccelpatchError(f"{work.summary} has no GEMM named {name[:40]!a}")
 
 
 class Simulated:

@@ -100,7 +100,7 @@ def optimize(
     work.check_space()
     rows = {row.name: row for row in workload.read(work.summary) if row.name}
     if only is not None and only not in rows:
-        raise AccelpatchError(f"there is no configuration {only:.40a}; there are: {', '.join(rows)}")
+        raise AccelpatchError(f"there is no configuration {only[:40]!a}; there are: {', '.join(rows)}")
     ready = {name for name in rows if has_result(work, name)}
     open_jobs = {
         name: float(row.gemm.flops) for name, row in rows.items() if name not in ready and only in (None, name)

@@ -104,5 +104,5 @@ def _row(one: dict[str, str]) -> Row:
         raise ValueError(reason)
     name = one["name"]
     if name and not (name.startswith(f"{gemm.kind}_") and name.removeprefix(f"{gemm.kind}_").isdecimal()):
-        raise ValueError(f"{name:.40a} is no name of a {gemm.kind} problem")
+        raise ValueError(f"{name[:40]!a} is no name of a {gemm.kind} problem")
     return Row(name, gemm, int(one["calls"]), float(one["share"]), one["epilogues"], one["left_out"])
