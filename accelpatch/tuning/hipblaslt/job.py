@@ -1,21 +1,25 @@
 """One GEMM's search, in a process of its own: a configuration in, trials.jsonl, result.json and a library logic out.
 
 What was measured is written down trial by trial, so that a process which was killed goes on when it is started again.
+One whose command was killed ends after its trial, and the next one waits for that.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from accelpatch.errors import AccelpatchError
 
 from . import platforms
-from .configuration import read
+from .configuration import Configuration, read
 from .search import Outcome, best_of, search
 from .space import Choice, key_of
 from .work import Work, write
@@ -47,16 +51,36 @@ class TrialLog:
             stream.write(json.dumps(line) + "\n")
 
 
+class Orphaned(Exception):
+    """The command that started this process has ended."""
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Context manager: no other process searches for the same GEMM meanwhile."""
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def run(work: Work, name: str, platform: platforms.Platform, *, trials: int, seed: int) -> Mapping[str, Any]:
     """Search for one GEMM of a tuning, and write down what was found. Returns the contents of result.json.
 
     Raises AccelpatchError where no choice could run.
     """
     found, folder = read(work.folder / "tunings" / f"{name}.yaml"), work.part("tunings", f"build_{name}")
-    gemm = platforms.gemm_of(work, name)
-    log = TrialLog(folder / TRIALS)
+    with _alone(folder):
+        return _run(work, name, platform, found, folder, trials=trials, seed=seed)
+
+
+def _run(
+    work: Work, name: str, platform: platforms.Platform, found: Configuration, folder: Path, *, trials: int, seed: int
+) -> Mapping[str, Any]:
+    gemm, log, parent = platforms.gemm_of(work, name), TrialLog(folder / TRIALS), os.getppid()
 
     def measure(choice: Choice) -> Outcome:
+        if os.getppid() != parent:
+            raise Orphaned
         outcome = platform.measure(gemm, choice, found, folder)
         log.add(choice, outcome)
         took = outcome.reason if outcome.microseconds is None else f"{outcome.microseconds:.3f} us"
@@ -93,6 +117,8 @@ def main(words: list[str]) -> int:
         return LOST
     try:
         result = run(Work(Path(given.folder)), given.name, platform, trials=given.trials, seed=given.seed)
+    except Orphaned:
+        return 1
     except AccelpatchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
