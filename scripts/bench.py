@@ -34,6 +34,7 @@ TOPICS = {
     "attention": "Time the attention of a decode step beside torch's.",
     "flash": "Time the attention of prompts by every implementation.",
     "gemv": "Time the HIP products of 1 to 8 tokens beside their peers.",
+    "gemm_search": "Compare the search of `tune hipblaslt` with a sweep of all choices.",
     "train": "Time a step of LoRA training beside PEFT in bf16 and bitsandbytes.",
     "compiled": "Time models of no known family with torch.compile and without.",
     "cpu": "Time this CPU through generate(), beside llama.cpp.",

@@ -73,7 +73,7 @@ def once(call: Callable[[], Any], device: torch.device) -> float:
 
 def measure_replays(work: Callable[[], Any], repeats: int = 12) -> Timing:
     """Time ``work`` on the current GPU by ``repeats`` replays of a graph of it, after as many as warm the GPU up."""
-    graph = _graph_of(work)
+    graph = graph_of(work)
     until = perf_counter() + WARM_UP
     while perf_counter() < until:
         graph.replay()
@@ -81,7 +81,8 @@ def measure_replays(work: Callable[[], Any], repeats: int = 12) -> Timing:
     return timing([between_events(graph.replay) for _ in range(repeats)])
 
 
-def _graph_of(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+def graph_of(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """A graph of ``work`` on the current GPU, which has run once before it is captured."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # for what the work reads
     with torch.cuda.stream(stream):
