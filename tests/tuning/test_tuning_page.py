@@ -18,6 +18,7 @@ from accelpatch.kernels.ops.attention import stored
 from accelpatch.recipe import recipe as recipes
 from accelpatch.tuning import children
 from tests.cli.conftest import Cli, byte_tokenizer, cli, environment, save_model  # noqa: F401
+from tests.support import gemm_logs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
 #: what makes the commands of the page short
@@ -41,6 +42,7 @@ def _commands() -> list[list[str]]:
 def _reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder with the tiny model in it, and a cache of the test's own beside the one that kernels are built in."""
     save_model(tmp_path / "smollm2-135m", tokenizer=byte_tokenizer())
+    (tmp_path / "hipblaslt.log").write_text(gemm_logs.GUIDE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(measured, "KIND", "kernels-of-the-page")
     monkeypatch.setattr(stored, "KIND", "attention-of-the-page")
@@ -70,6 +72,8 @@ def test_its_commands(words: list[str], cli: Cli) -> None:  # noqa: F811
         file = Path(words[words.index("--out") + 1] if "--out" in words else "tuned.yaml")
         assert recipes.load(file).name in ("tuned-int8", "tuned-exact")
         assert "KL" in file.read_text().partition("rules:")[0]
+    if words[1] == "hipblaslt" and "64" in words:
+        assert result.stdout.strip() == _blocks("text")[0].strip()
     if words[1] == "kernels":
         assert "stored; `accelpatch cache clear" in result.stdout
 

@@ -37,7 +37,8 @@ class TrialLog:
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
             try:
                 one = json.loads(line)
-                self.known[one["choice"]] = Outcome(one["us"], one["reason"])
+                if not one["failed"]:
+                    self.known[one["choice"]] = Outcome(one["us"], one["reason"])
             except (ValueError, KeyError, TypeError):
                 continue
         if file.exists() and not file.read_bytes().endswith(b"\n"):
@@ -46,7 +47,12 @@ class TrialLog:
 
     def add(self, choice: Choice, outcome: Outcome) -> None:
         """Write down a trial."""
-        line = {"choice": key_of(choice), "us": outcome.microseconds, "reason": outcome.reason}
+        line = {
+            "choice": key_of(choice),
+            "us": outcome.microseconds,
+            "reason": outcome.reason,
+            "failed": outcome.failed,
+        }
         with self._file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
 

@@ -23,10 +23,12 @@ MISSING = "the search needs pymoo, which is not installed: pip install 'accelpat
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a choice gave. microseconds: of a call, None where it cannot run, and `reason` says why."""
+    """What a choice gave. microseconds: of a call, None where it cannot run, and `reason` says why. failed: the tool
+    failed, and not the choice as such, so that a later search asks again."""
 
     microseconds: float | None
     reason: str = ""
+    failed: bool = False
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,9 @@ def optimize(
     if not ready and not made.done:
         why = "; ".join(f"{name}: {reason}" for part in (made.lost, made.failed) for name, reason in part.items())
         raise AccelpatchError(f"no search ended well ({why:.400}); {work.folder / 'logs'} says more")
-    if only is None and not made.left:
+    if made.done:
+        work.reopen("optimize")
+    if only is None and not made.left and not made.failed:
         work.finish("optimize")
     return made
 
@@ -154,6 +156,7 @@ def merge(work: Work, *, hipblaslt: str = "") -> logic.Merged:
         raise AccelpatchError(
             f"there is nothing to merge ({why}): run `accelpatch tune hipblaslt optimize {work.folder}`"
         )
+    shutil.rmtree(work.folder / "benchmarks", ignore_errors=True)  # they are of the libraries before
     _write_libraries(work, "libs", merged.of)
     platform.build(work)
     work.finish("merge")

@@ -27,6 +27,7 @@ LOGIC = "3_LibraryLogic"
 BENCHES = ("build/release/clients/hipblaslt-bench", "build/release/clients/staging/hipblaslt-bench")
 TENSILE, CREATE = "tensilelite/Tensile/bin/Tensile", "tensilelite/Tensile/bin/TensileCreateLibrary"
 LIBRARY = "HIPBLASLT_TENSILE_LIBPATH"
+FAILURES = 8  # choices that fail one after the other before a search is given up
 TIMED = 0.2  # seconds that a GEMM is timed for in a benchmark
 RATE, BANDWIDTH = 500e12, 4e12  # flop/s and bytes/s that the number of calls in that time is estimated by
 
@@ -40,14 +41,21 @@ class HipBlasLt:
     def __init__(self, root: str, device: str):
         if not root:
             raise AccelpatchError("the hipblaslt platform needs --hipblaslt DIR, a built checkout of hipBLASLt")
-        self._device = device
+        self._device, self._failures = device, 0
         self._tensile = _tool(Path(root), (TENSILE,))
         self._create = _tool(Path(root), (CREATE,))
         self._bench = _tool(Path(root), BENCHES)
 
     def measure(self, gemm: Gemm, choice: Choice, found: Configuration, folder: Path) -> Outcome:
-        """The time that TensileLite's client gives the choice: it writes the kernel, compiles it and runs it."""
-        return self._run(choice, found, folder / "trial")
+        """The time that TensileLite's client gives the choice: it writes the kernel, compiles it and runs it.
+
+        Raises AccelpatchError where FAILURES of them failed one after the other: the device or the tool is broken then.
+        """
+        outcome = self._run(choice, found, folder / "trial")
+        self._failures = self._failures + 1 if outcome.failed else 0
+        if self._failures == FAILURES:
+            raise AccelpatchError(f"{FAILURES} choices failed one after the other, the last: {outcome.reason}")
+        return outcome
 
     def reference(self, gemm: Gemm, found: Configuration) -> Choice | None:
         """None: which solution the library takes today is no choice of the configuration's parameters."""
@@ -71,7 +79,7 @@ class HipBlasLt:
         write(file, text(with_choice(found.document, to_fork(single))))
         # The device is the one that this process sees, which the configuration calls 0.
         if why := _call([self._tensile, file, folder], folder / "tensile.log"):
-            return Outcome(None, f"Tensile: {why}")
+            return Outcome(None, f"Tensile: {why}", failed=True)
         return _winner(folder)
 
     def build(self, work: Work) -> None:

@@ -87,9 +87,14 @@ class Work:
 
     def finish(self, stage: str) -> None:
         """Write down that a stage has ended; those after it are to be done again."""
+        self.reopen(stage)
         state = self.state()
-        before = STAGES[: STAGES.index(stage)]
-        state["done"] = [one for one in STAGES if one == stage or (one in before and one in state.get("done", ()))]
+        write(self.folder / STATE, json.dumps({**state, "done": [*state["done"], stage]}, indent=1))
+
+    def reopen(self, stage: str) -> None:
+        """Write down that a stage, and so those after it, are to be done again."""
+        state = self.state()
+        state["done"] = [one for one in STAGES[: STAGES.index(stage)] if one in state.get("done", ())]
         write(self.folder / STATE, json.dumps(state, indent=1))
 
     def check_space(self) -> None:

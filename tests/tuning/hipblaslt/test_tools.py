@@ -146,6 +146,14 @@ def test_a_tool_that_fails_is_named(cli: Cli, checkout: Path, tool: str, text: s
     assert said in result.stderr
 
 
+@pytest.mark.usefixtures("in_process")
+def test_a_device_on_which_nothing_runs_is_given_up_soon(cli: Cli, checkout: Path) -> None:
+    _program(checkout / tensile.TENSILE, "raise SystemExit('error: no ROCm-capable device')")
+    result = cli(*ALL[:-1], "100", "--hipblaslt", str(checkout))
+    assert result.exit_code == 1
+    assert "8 choices failed one after the other, the last: Tensile: no ROCm-capable device" in result.stderr
+
+
 @pytest.mark.parametrize("tool", [tensile.TENSILE, tensile.CREATE, tensile.BENCHES[0]])
 def test_a_missing_tool_is_named(cli: Cli, checkout: Path, tool: str) -> None:
     (checkout / tool).unlink()

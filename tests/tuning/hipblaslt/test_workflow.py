@@ -11,12 +11,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pymoo
 import pytest
 
 from accelpatch.errors import AccelpatchError
-from accelpatch.tuning.hipblaslt import bench_output, job, logic, results, simulated, stages
+from accelpatch.tuning.hipblaslt import bench_output, job, logic, platforms, results, simulated, stages
+from accelpatch.tuning.hipblaslt.gemms import Gemm
+from accelpatch.tuning.hipblaslt.search import Outcome
 from accelpatch.tuning.hipblaslt.work import STAGES, Work
 from tests.cli.conftest import Cli, environment
 from tests.support import gemm_logs
@@ -129,6 +132,24 @@ def _best(n: int) -> dict[str, object] | None:
         return None
     found = json.loads(Path("out/tunings/build_BBS_TN_1", job.RESULT).read_text())["choice"]
     return {name: tuple(one) if isinstance(one, list) else one for name, one in found.items()}
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_search_that_failed_is_done_by_the_next_call(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = platforms.Simulated.measure
+
+    def measure(self: platforms.Simulated, gemm: Gemm, *rest: Any) -> Outcome:
+        return Outcome(None, "broken", failed=True) if gemm.n == 113 else stock(self, gemm, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(platforms.Simulated, "measure", measure)
+        first = cli("tune", "hipblaslt", "program.log", "--out", "out", *ALL)
+    assert first.exit_code == 0
+    assert "BBS_TN_0: error: BBS_TN_0: none of 40 choices could run; the last: broken" in first.stderr
+    assert {row["name"] for row in _table("raw_results.csv")} == {"BBS_TN_1", "F8NBS_TN_0"}
+    again = cli("tune", "hipblaslt", "program.log", "--out", "out", *ALL)
+    assert again.exit_code == 0
+    assert {row["name"] for row in _table("raw_results.csv")} == {"BBS_TN_0", "BBS_TN_1", "F8NBS_TN_0"}
 
 
 @pytest.mark.parametrize("stage", STAGES[1:])
