@@ -17,7 +17,7 @@ from typing import Any
 
 from accelpatch.errors import AccelpatchError
 
-from .gemms import Gemm
+from .gemms import Gemm, least_leading
 
 HEAD = (
     "transA", "transB", "grouped_gemm", "batch_count", "m", "n", "k", "alpha", "lda", "stride_a", "beta", "ldb",
@@ -28,7 +28,7 @@ NEEDED = ("transA", "transB", "batch_count", "m", "n", "k", "us")
 CHECKED = ("norm_error", "atol", "rtol")
 KERNEL = re.compile(r"--kernel name:\s*(\S.*)")
 FAILED = math.inf  # the error of a check that failed without a figure
-Key = tuple[str, str, int, int, int, int]
+Key = tuple[str, str, int, int, int, int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Ran:
 
 def key_of(gemm: Gemm) -> Key:
     """What a row is found by, within one problem type."""
-    return gemm.trans_a, gemm.trans_b, gemm.batch, gemm.m, gemm.n, gemm.k
+    a, b, c, _ = gemm.leading
+    return gemm.trans_a, gemm.trans_b, gemm.batch, gemm.m, gemm.n, gemm.k, a, b, c
 
 
 def entries(gemms: Sequence[Gemm], *, iterations: Sequence[int], verify: bool = False) -> list[dict[str, Any]]:
@@ -131,13 +132,15 @@ def _ran(file: Path, head: str, after: Sequence[str]) -> Ran:
     row = dict(zip(names, (value.strip() for value in values), strict=False))
     try:
         m, n, k, batch = (int(row[name]) for name in ("m", "n", "k", "batch_count"))
+        dense = least_leading(row["transA"], row["transB"], m, n, k)
+        a, b, c = (int(row.get(f"ld{one}", default)) for one, default in zip("abc", dense, strict=False))
         microseconds = float(row["us"])
     except (KeyError, ValueError):
         raise AccelpatchError(f"{file}: the row {line[:80]!a} is cut off, or no result") from None
     if not 0 < microseconds < math.inf:
         raise AccelpatchError(f"{file}: {row['us'][:20]!a} microseconds are no time")
     kernel = next((match[1].strip() for one in after if (match := KERNEL.search(one))), row.get("kernel_name", ""))
-    return Ran((row["transA"], row["transB"], batch, m, n, k), microseconds, kernel, _error(row))
+    return Ran((row["transA"], row["transB"], batch, m, n, k, a, b, c), microseconds, kernel, _error(row))
 
 
 def _error(row: dict[str, str]) -> float | None:

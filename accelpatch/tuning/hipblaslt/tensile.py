@@ -111,6 +111,8 @@ def _tool(root: Path, names: Sequence[str]) -> str:
     for name in names:
         if os.access(root / name, os.X_OK) and (root / name).is_file():
             return str(root / name)
+    if elsewhere := shutil.which(Path(names[0]).name):  # newer releases install the Python programs
+        return elsewhere
     raise AccelpatchError(
         f"{root} has no program {names[0]}: build hipBLASLt there with its clients, `./install.sh -dc -a ARCH`"
     )

@@ -11,7 +11,7 @@ import torch
 
 from accelpatch.tuning.hipblaslt import triton_configuration
 from accelpatch.tuning.hipblaslt.gemms import Gemm
-from tests.cli.conftest import Cli, cli  # noqa: F401
+from tests.cli.conftest import Cli
 from tests.support.interpreted import DEVICE, INTERPRETED, here, interpret, needs_triton
 
 TYPE = "f16_r" if INTERPRETED else "bf16_r"  # the interpreter cuts bfloat16 off where GPUs round
@@ -71,7 +71,7 @@ def test_what_the_kernel_does_not_do_is_named() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_is_refused(cli: Cli, tmp_path: Path) -> None:  # noqa: F811
+def test_without_a_gpu_it_is_refused(cli: Cli, tmp_path: Path) -> None:
     from tests.support import gemm_logs
 
     (tmp_path / "a.log").write_text(gemm_logs.TUNABLE[0] + "\n")
@@ -82,9 +82,41 @@ def test_without_a_gpu_it_is_refused(cli: Cli, tmp_path: Path) -> None:  # noqa:
     assert "sees no GPU for Triton; use --on simulated" in result.stderr
 
 
+@needs_triton
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the next test runs it all")
+@pytest.mark.usefixtures("in_process")
+def test_the_whole_command_through_the_interpreter(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stage with the kernels' own results; only the clock is another one, for a CPU has no graphs to time."""
+    from accelpatch.tuning.hipblaslt import platforms, triton_gemms
+
+    timed: list[str] = []
+
+    def once(self: triton_gemms.TritonGemms, gemm: Gemm, choice: dict[str, int] | None) -> float:
+        timed.append(str(choice))
+        x, weights, _ = self._of(gemm)
+        triton_gemms.run(x, weights[0], choice)
+        return 10.0 if choice is None else 10.0 - choice["WARPS"] / 2
+
+    monkeypatch.setattr(triton_gemms.TritonGemms, "quick_microseconds", once)
+    monkeypatch.setattr(triton_gemms.TritonGemms, "microseconds", once)
+    monkeypatch.setattr(platforms, "make", lambda name, **_: triton_gemms.TritonGemms("0", on=DEVICE))
+    (tmp_path / "a.log").write_text("GemmTunableOp_Half_TN,tn_96_20_1088_ld_1088_1088_96\n")
+    words = ("--out", str(tmp_path / "out"), "--on", "triton", "--trials", "6", "--json")
+    result = cli("tune", "hipblaslt", str(tmp_path / "a.log"), *words)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["platform"], found["simulated"], found["commands"]) == ("triton", False, [])
+    (gemm,) = found["gemms"]
+    assert gemm["ratio"] == pytest.approx(10 / 6)
+    assert 0 < gemm["error"] < 0.01
+    assert len(timed) == 6 + 3  # trials, and the runs of the benchmark
+    trials = (tmp_path / "out/tunings/build_HHS_TN_0/trials.jsonl").read_text().splitlines()
+    assert json.loads(json.loads(trials[0])["choice"]) == triton_gemms.shipped(_gemm(96, 20, 1088))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_whole_command_on_a_gpu(cli: Cli, tmp_path: Path) -> None:  # noqa: F811
+def test_the_whole_command_on_a_gpu(cli: Cli, tmp_path: Path) -> None:
     from tests.support import gemm_logs
 
     (tmp_path / "a.log").write_text("".join(f"{gemm_logs.MASK_64 % n}\n".replace("16032", "4096") for n in (16, 64)))
