@@ -29,7 +29,8 @@ GATE := .venv/bin/python scripts/amd_gate.py --wheels .venv/gate \
 		tests/kernels/ops/step tests/conftest.py accelpatch/kernels pyproject.toml -- env $(INTERPRETED) tests/kernels/triton \
 		tests/kernels/ops/attention tests/kernels/ops/sampling tests/kernels/ops/step \
 	&& $(INTERPRETED) tests/test_contributing.py::test_the_triton_kernel_of_a_chapter tests/test_own_kernels.py \
-		tests/test_examples.py::test_my_gemv_triton tests/kernels/compiling/test_compile_file.py
+		tests/test_examples.py::test_my_gemv_triton tests/kernels/compiling/test_compile_file.py \
+		tests/tuning/hipblaslt/test_triton.py
 
 .PHONY: help run test test-all lint bench gate gate-all smoke wheel force
 

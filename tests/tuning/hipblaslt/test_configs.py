@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import stat
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import yaml
 from accelpatch.errors import AccelpatchError
 from accelpatch.tuning.hipblaslt import configuration, stages, workload
 from accelpatch.tuning.hipblaslt.space import Space, from_fork, key_of, to_fork
-from accelpatch.tuning.hipblaslt.work import Work
+from accelpatch.tuning.hipblaslt.work import Work, write
 from tests.support import gemm_logs
 
 #: top keys, and those of a problem's group, in tensilelite/Tensile/Tests/common/gemm/bf16_tn.yaml
@@ -149,6 +150,23 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monke
     with pytest.raises(AccelpatchError, match=r"has 1 MiB free and a tuning needs 64"):
         _configs(tmp_path, gemm_logs.GUIDE)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_fills_up_is_named_and_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, _ = _configs(tmp_path, gemm_logs.GUIDE)
+    before = work.summary.read_text()
+
+    def full(self: Path, *rest: Any, **others: Any) -> int:
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(AccelpatchError, match=r"summary.csv cannot be written \(No space left on device\): free space"):
+        write(work.summary, "new")
+    assert work.summary.read_text() == before
+    assert [file.name for file in work.folder.iterdir() if file.name.startswith(".")] == []
 
 
 def test_a_space_goes_through_yaml_and_back() -> None:
