@@ -84,7 +84,7 @@ def text(rows: Sequence[Row]) -> str:
     """Rows as hipblaslt-bench prints them, for platforms that stand in its place."""
     lines = []
     for place, row in enumerate(rows):
-        gemm, checked = row.gemm, row.error is not None
+        gemm = row.gemm
         (lda, ldb, ldc, ldd), (sa, sb, sc, sd) = gemm.leading, gemm.strides()
         values = [
             gemm.trans_a, gemm.trans_b, 0, gemm.batch, gemm.m, gemm.n, gemm.k, 1, lda, sa, 0, ldb, sb, ldc, sc, ldd, sd,
@@ -92,9 +92,9 @@ def text(rows: Sequence[Row]) -> str:
             gemm.d_type, 0, f"{gemm.flops / row.microseconds / 1e3:.6g}", 0, f"{row.microseconds:.6g}",
         ]  # fmt: skip
         head = [*HEAD, "hipblaslt-Gflops", "hipblaslt-GB/s", "us"]
-        if checked:
+        if row.error is not None:
             head += ["CPU-Gflops", "CPU-us", *CHECKED]
-            values += [0, 0, f"{row.error:.6g}", "1e-05", "1e-05"]
+            values += [0, 0, f"{row.error * gemm.batch:.6g}", "1e-05", "1e-05"]
         lines += [
             f"[{place}]:{','.join(head)}",
             "    " + ",".join(map(str, values)),
@@ -140,10 +140,11 @@ def _ran(file: Path, head: str, after: Sequence[str]) -> Ran:
     if not 0 < microseconds < math.inf:
         raise AccelpatchError(f"{file}: {row['us'][:20]!a} microseconds are no time")
     kernel = next((match[1].strip() for one in after if (match := KERNEL.search(one))), row.get("kernel_name", ""))
-    return Ran((row["transA"], row["transB"], batch, m, n, k, a, b, c), microseconds, kernel, _error(row))
+    return Ran((row["transA"], row["transB"], batch, m, n, k, a, b, c), microseconds, kernel, _error(row, batch))
 
 
-def _error(row: dict[str, str]) -> float | None:
+def _error(row: dict[str, str], batch: int) -> float | None:
+    """Of one matrix: the tool adds up those of a batch."""
     if "norm_error" not in row:
         return None
     if "failed" in (row.get("atol"), row.get("rtol")):
@@ -152,4 +153,4 @@ def _error(row: dict[str, str]) -> float | None:
         found = float(row["norm_error"])
     except ValueError:
         return FAILED
-    return FAILED if math.isnan(found) else found
+    return FAILED if math.isnan(found) else found / max(1, batch)

@@ -43,6 +43,8 @@ class TritonGemms:
         if on is None and not torch.cuda.is_available():
             raise AccelpatchError(f"torch {torch.__version__} sees no GPU for Triton; use --on simulated")
         self._device = on or torch.device("cuda", int(device))
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
         self._operands: tuple[Gemm, Tensor, list[Tensor], Tensor] | None = None
 
     def _of(self, gemm: Gemm) -> tuple[Tensor, list[Tensor], Tensor]:

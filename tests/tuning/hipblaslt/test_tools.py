@@ -181,7 +181,7 @@ def test_what_stands_in_for_the_benchmark_is_read_back(tmp_path: Path) -> None:
     from tests.tuning.hipblaslt.test_logs import _gemm
 
     gemms = [_gemm("TN", 64, 32, 128, "bf16_r", batch=3), _gemm("NT", 8, 8, 8, "f32_r")]
-    rows = [bench_output.Row(one, 12.5, "kernel", error) for one, error in zip(gemms, (None, 0.25), strict=True)]
+    rows = [bench_output.Row(one, 12.5, "kernel", error) for one, error in zip(gemms, (0.25, None), strict=True)]
     (tmp_path / "x.out").write_text(bench_output.text(rows))
     assert bench_output.read(tmp_path / "x.out") == [
         bench_output.Ran(bench_output.key_of(one.gemm), 12.5, "kernel", one.error) for one in rows

@@ -78,6 +78,16 @@ def test_the_stages_one_by_one_are_the_same(cli: Cli) -> None:
 
 
 @pytest.mark.usefixtures("in_process")
+def test_options_may_come_before_the_log(cli: Cli) -> None:
+    Path("program.log").write_text(LOG + LOG[:100] + "\n")
+    result = cli("tune", "hipblaslt", *ALL, "--out", "out", "program.log", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["platform"], found["simulated"], len(found["gemms"])) == ("simulated", True, 3)
+    assert "warning: line 4 is left out: the line is cut off" in result.stderr
+
+
+@pytest.mark.usefixtures("in_process")
 def test_what_is_done_is_not_done_again(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     first = cli("tune", "hipblaslt", "program.log", "--out", "out", *ALL)
     monkeypatch.setattr(job, "main", lambda words: pytest.fail("a search ran again"))
