@@ -127,6 +127,8 @@ def _ran(file: Path, head: str, after: Sequence[str]) -> Ran:
     lacking = [name for name in NEEDED if name not in names]
     if lacking:
         raise AccelpatchError(f"{file} is of a release of hipblaslt-bench without the column {', '.join(lacking)}")
+    if not after:
+        raise AccelpatchError(f"{file} is cut off after the head of a result")
     line = re.sub(r"\(([^()]*)\)", lambda one: f"({one[1].replace(',', ' ')})", after[0].strip())  # complex numbers
     (values,) = csv.reader([line])
     row = dict(zip(names, (value.strip() for value in values), strict=False))

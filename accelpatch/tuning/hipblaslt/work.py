@@ -52,7 +52,7 @@ class Work:
             return {}
         except (OSError, ValueError) as error:
             raise AccelpatchError(f"{self.folder / STATE} cannot be read ({error}): {ANEW}") from None
-        if not isinstance(found, dict) or found.get("version") != VERSION:
+        if not isinstance(found, dict) or found.get("version") != VERSION or not _is_state(found):
             raise AccelpatchError(f"{self.folder / STATE} is of another version of accelpatch: {ANEW}")
         return found
 
@@ -108,6 +108,11 @@ class Work:
                 f"{place} has {free >> 20} MiB free and a tuning needs {LEAST_SPACE >> 20}: free some, or give another "
                 "folder with --out"
             )
+
+
+def _is_state(found: Mapping[str, Any]) -> bool:
+    settings, done = found.get("settings"), found.get("done")
+    return isinstance(settings, dict) and {"arch", "platform"} <= settings.keys() and isinstance(done, list)
 
 
 ANEW = "give another folder with --out, or remove this one to begin anew"

@@ -26,7 +26,7 @@ FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "summary": (workload.text([workload.Row("BBS_TN_0", GEMM, 3, 0.5, "bias", "")]), workload.read),
     "benchmark": (bench_output.text([bench_output.Row(GEMM, 12.5, "k", 0.1)] * 2), bench_output.read),
     "logic": (logic.as_text(LOGIC), logic.read),
-    "state": ('{"version": 1, "settings": {"arch": "gfx942"}, "done": ["configs"]}', lambda file: _state(file)),
+    "state": ('{"version": 1, "settings": {"arch": "gfx942", "platform": "triton"}, "done": ["configs"]}', lambda file: _state(file)),
     "trials": ('{"choice": "{}", "us": 1.5, "reason": "", "failed": false}\n' * 3, lambda file: job.TrialLog(file)),
 }
 

@@ -234,6 +234,6 @@ def test_uplift_counts_every_call() -> None:
 
 
 def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text('{"version": 99}')
+    (tmp_path / "state.json").write_text('{"version": 99, "settings": {}, "done": []}')
     with pytest.raises(AccelpatchError, match="of another version of accelpatch"):
         Work(tmp_path).settings()
