@@ -21,12 +21,13 @@ GEMM = _gemm("TN", 96, 64, 512, "bf16_r")
 SMALL = {**configuration.document(GEMM, "gfx942")}
 LOGIC = logic.make("a.yaml", "aquavanjaram", "gfx942", {"DataType": 7}, {"DepthU": 64}, (96, 64, 1, 512), 5.0)
 FORK = configuration.to_fork(Space({"DepthU": (32, 64), "MatrixInstruction": ((16, 16, 16, 1, 1, 1, 1, 4, 1),)}))
+STATE = '{"version": 1, "settings": {"arch": "gfx942", "platform": "triton"}, "done": ["configs"]}'
 FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "configuration": (configuration.text(configuration.with_choice(SMALL, FORK)), configuration.read),
     "summary": (workload.text([workload.Row("BBS_TN_0", GEMM, 3, 0.5, "bias", "")]), workload.read),
     "benchmark": (bench_output.text([bench_output.Row(GEMM, 12.5, "k", 0.1)] * 2), bench_output.read),
     "logic": (logic.as_text(LOGIC), logic.read),
-    "state": ('{"version": 1, "settings": {"arch": "gfx942", "platform": "triton"}, "done": ["configs"]}', lambda file: _state(file)),
+    "state": (STATE, lambda file: _state(file)),
     "trials": ('{"choice": "{}", "us": 1.5, "reason": "", "failed": false}\n' * 3, lambda file: job.TrialLog(file)),
 }
 
