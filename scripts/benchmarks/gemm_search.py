@@ -72,15 +72,14 @@ def by_cost_model(gemm: Gemm, choice: Choice) -> Outcome:
 
 def _compile(given: tuple[Gemm, Choice]) -> None:
     """In a process of its own: leaves the compiled kernel in Triton's cache. A choice that fails, fails again later."""
-    from accelpatch.errors import FOREIGN
-    from accelpatch.tuning.hipblaslt.triton_gemms import run
+    from accelpatch.tuning.hipblaslt.triton_gemms import failures, run
 
     gemm, choice = given
     x = torch.zeros(gemm.n, gemm.k, device="cuda", dtype=torch.bfloat16)
     w = torch.zeros(gemm.m, gemm.k, device="cuda", dtype=torch.bfloat16)
     try:
         run(x, w, choice)
-    except FOREIGN:
+    except failures():
         return
 
 

@@ -26,7 +26,7 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "checkpoints": ("replacers patching modules quant models recipe report device errors", "transformers safetensors"),
     "bench": ("kernels runtime report device errors", "matplotlib"),  # matplotlib: plots, an optional package
     # pymoo: the genetic search, an optional package
-    "tuning": ("kernels bench runtime report device cache errors", "yaml pymoo"),
+    "tuning": ("kernels bench runtime report device cache errors", "yaml pymoo triton"),
     # modules.replacement: the mark of hooks that change nothing, so that a patched model goes on with its fast paths
     "profiling": (
         "kernels bench runtime modules.replacement report device cache errors",

@@ -69,7 +69,7 @@ class TritonGemms:
             if not error <= TOLERANCE:
                 return Outcome(None, f"its result is wrong by {error:.3g}")
             return Outcome(self.quick_microseconds(gemm, choice))
-        except FOREIGN as failure:
+        except failures() as failure:
             return Outcome(None, f"{type(failure).__name__}: {' '.join(str(failure).split()):.160}")
 
     def error(self, gemm: Gemm, choice: Choice | None) -> float:
@@ -120,6 +120,14 @@ class TritonGemms:
             name = "triton_shipped" if choice is None or choice == shipped(row.gemm) else f"triton_{row.name}"
             made.append(Row(row.gemm, self.microseconds(row.gemm, choice), name, error))
         write(out, text(made))
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What a choice that this GPU cannot run raises: Triton's own errors (too much shared memory, say) are of no common
+    kind of Python's."""
+    from triton.errors import TritonError
+
+    return (*FOREIGN, TritonError)
 
 
 def shipped(gemm: Gemm) -> dict[str, Any]:

@@ -55,6 +55,23 @@ def test_the_shipped_choice_is_what_is_shipped(m: int, n: int, k: int) -> None:
     assert triton_configuration.space_of(gemm).places(shipped(gemm)) is not None
 
 
+@needs_triton
+@here
+def test_a_choice_that_the_gpu_cannot_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    from accelpatch.tuning.hipblaslt import triton_gemms
+
+    def too_large(*_: object) -> None:
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    platform = triton_gemms.TritonGemms("0", on=DEVICE)
+    monkeypatch.setattr(triton_gemms, "run", too_large)
+    outcome = platform.measure(_gemm(96, 20, 1088), {}, None, tmp_path)  # type: ignore[arg-type]
+    assert outcome.microseconds is None
+    assert outcome.reason.startswith("OutOfResources: out of resource: shared memory")
+
+
 def test_a_sweep_of_a_7b_shape_has_500_choices() -> None:
     for m, k in ((12288, 4096), (4096, 11008)):
         assert triton_configuration.space_of(_gemm(m, 64, k)).size >= 500
