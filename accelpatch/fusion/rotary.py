@@ -12,6 +12,7 @@ from accelpatch.models.family import STATIC_ROPE, family_of_class
 from accelpatch.modules.rotary import FusedRotaryEmbedding
 
 LONGROPE = "longrope"
+AXES = "axes"  # the tables of embeddings whose positions have several
 IN_PLACE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)  # writes of longrope's frequencies
 
 
@@ -32,6 +33,23 @@ def by_length(rotary: Any) -> bool:
     """Whether a rotary embedding of a known family chooses between two sets of frequencies by the length (longrope)."""
     known = family_of_class(rotary, "RotaryEmbedding") is not None
     return known and getattr(rotary, "rope_type", None) == LONGROPE
+
+
+def by_axes(rotary: Any) -> bool:
+    """Whether positions of a rotary embedding have several axes, such as time, height and width of a picture."""
+    family = family_of_class(rotary, "RotaryEmbedding")
+    return family is not None and family.rotary is not None and family.rotary.tables == AXES
+
+
+def of_one_axis(positions: Tensor) -> Tensor | None:
+    """Positions [B, L] of positions of several axes [A, B, L] that agree, as those of text do; None where they differ.
+
+    Of four axes the first counts tokens, which no frequency reads.
+    """
+    if positions.dim() != 3:
+        return positions
+    axes = positions[1:] if len(positions) == 4 else positions
+    return axes[0] if bool((axes == axes[:1]).all()) else None
 
 
 def planned_by_length(config: Any) -> bool:

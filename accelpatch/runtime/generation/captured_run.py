@@ -10,6 +10,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.fusion.cache_name import CACHE
+from accelpatch.fusion.rotary import of_one_axis
 from accelpatch.runtime.cache_contents import OWN_CACHE, Contents
 from accelpatch.runtime.cache_form import misfit, why_not
 from accelpatch.runtime.generation.decoding import stock_loop_because
@@ -32,8 +33,10 @@ class CapturedRun:
     def why_not(cls, model: Any, runtime: CapturedRuntime, config: Any, synced: bool, kwargs: Any) -> str | None:
         """Why transformers' own loop must run; None where a run can."""
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        if (mask is not None and mask.dim() != 2) or (positions is not None and positions.dim() != 2):
+        if (mask is not None and mask.dim() != 2) or (positions is not None and positions.dim() not in (2, 3)):
             return "an attention mask or positions of another shape than [B, L]"
+        if positions is not None and of_one_axis(positions[..., -1:]) is None:
+            return "a last token whose positions differ between time, height and width"
         if kwargs.get(CACHE) is None:
             return "no cache"
         cache = kwargs[CACHE]
@@ -121,7 +124,8 @@ class CapturedRun:
         self._first = self.slot = self._contents.length = length
         self.step.show(length, mask)
         if positions is not None:
-            given = positions[:, -1:]
+            given = of_one_axis(positions[..., -1:])
+            assert given is not None
         else:
             given = torch.tensor(length) if mask is None else mask.ne(0).sum(1, keepdim=True)
         self.step.batch.begin(length, given)
