@@ -57,10 +57,12 @@ def is_whole(layer: Any) -> bool:
     return bool(getattr(layer, "is_whole", False))
 
 
-def run_module(decoder: Any, place: int, x: Tensor, positions: Tensor, visible: Visible, cache: Any) -> Tensor:
+def run_module(
+    decoder: Any, place: int, x: Tensor, positions: Tensor, visible: Visible, cache: Any, axes: Tensor | None = None
+) -> Tensor:
     """A decoder layer's own module: x[B T, K] at positions[B, T] -> [B T, K].
 
-    cache: the KV cache, with transformers' interface; None for none.
+    cache: the KV cache, with transformers' interface; None for none. axes[3, B, T]: positions that differ by axis.
     """
     layer = layers_of(decoder)[place]
     attention, rows = LayerDescription(layer).attention, x.view(*positions.shape, -1)
@@ -72,7 +74,7 @@ def run_module(decoder: Any, place: int, x: Tensor, positions: Tensor, visible: 
     given = {"attention_mask": seen, "position_ids": positions, layer_argument(layer): cache, "use_cache": use_cache}
     if rotary is not None:
         kind = () if one_rope(rotary) else (attention.layer_type,)
-        places = positions.expand(3, *positions.shape) if by_axes(rotary) else positions
+        places = positions if not by_axes(rotary) else positions.expand(3, *positions.shape) if axes is None else axes
         given["position_embeddings"] = rotary(rows, places, *kind)
     made = layer(rows, **given)
     made = made[0] if isinstance(made, tuple) else made

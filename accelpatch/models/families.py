@@ -53,6 +53,7 @@ _FUSEDQKV = {
 }
 _LLAMA_FORM: dict[str, Any] = {"norm": Norm(), "layer": LayerForm(), "rotary": Rotary()}
 _AXES_FORM = _LLAMA_FORM | {"rotary": Rotary(tables="axes")}
+_TURNS_FORM = _LLAMA_FORM | {"rotary": Rotary(tables="axes in turn")}
 _POST_NORM = LayerForm(
     attention_norm=None,
     mlp_norm=None,
@@ -82,7 +83,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("qwen3", _LLAMA, LLAMA_SMOOTHING, "Qwen3", **_LLAMA_FORM),
     Family("qwen2_vl", _LLAMA, LLAMA_SMOOTHING, "Qwen2VL", **_AXES_FORM, also=("qwen2_vl_text",)),
     Family("qwen2_5_vl", _LLAMA, LLAMA_SMOOTHING, "Qwen2_5_VL", **_AXES_FORM, also=("qwen2_5_vl_text",)),
-    Family("qwen3_vl", _LLAMA, LLAMA_SMOOTHING, "Qwen3VLText", **_AXES_FORM, also=("qwen3_vl_text",)),
+    Family("qwen3_vl", _LLAMA, LLAMA_SMOOTHING, "Qwen3VLText", **_TURNS_FORM, also=("qwen3_vl_text",)),
     Family("smollm3", _LLAMA, LLAMA_SMOOTHING, "SmolLM3", **_LLAMA_FORM | {"rotary": Rotary(without="use_rope")}),
     Family(
         "granite",

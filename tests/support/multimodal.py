@@ -10,8 +10,8 @@ import transformers
 from torch import Tensor
 
 TEXT: dict[str, Any] = {
-    "vocab_size": 120, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 120, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2,
     "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
 VISION: dict[str, Any] = {
@@ -65,7 +65,7 @@ def llava_next_inputs(batch: int) -> dict[str, Any]:
 
 
 def gemma3() -> Any:
-    text = {"model_type": "gemma3_text", **TEXT, "sliding_window": 8, "query_pre_attn_scalar": 8,
+    text = {"model_type": "gemma3_text", **TEXT, "sliding_window": 8, "query_pre_attn_scalar": 16,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}  # fmt: skip
     return _made("Gemma3", text, {"model_type": "siglip_vision_model", **VISION}, mm_tokens_per_image=4,
                  boi_token_index=BEGIN, eoi_token_index=END, **TOKENS)  # fmt: skip
@@ -100,7 +100,7 @@ def mistral3_inputs(batch: int) -> dict[str, Any]:
     return _inputs(_ids(batch, 4), pixel_values=_pixels(batch), image_sizes=torch.tensor([[16, 16]] * batch))
 
 
-_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 _QWEN_TOKENS = {"image_token_id": PICTURE, "video_token_id": VIDEO, "vision_start_token_id": BEGIN,
                 "vision_end_token_id": END}  # fmt: skip
 
@@ -109,12 +109,12 @@ def qwen_vl(prefix: str) -> Any:
     text = {**TEXT, "rope_parameters": dict(_SECTIONS)}
     vision: dict[str, Any] = {"depth": 2, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "in_channels": 3}
     if prefix == "Qwen2VL":
-        vision |= {"embed_dim": 32, "mlp_ratio": 2}
+        vision |= {"hidden_size": 64, "embed_dim": 32, "mlp_ratio": 2}
     elif prefix == "Qwen2_5_VL":
-        vision |= {"intermediate_size": 48, "out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1]}
+        vision |= {"intermediate_size": 48, "out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1]}
     else:
         text["rope_parameters"]["mrope_interleaved"] = True
-        vision |= {"intermediate_size": 48, "out_hidden_size": 32, "num_position_embeddings": 16,
+        vision |= {"intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16,
                    "deepstack_visual_indexes": [0, 1]}  # fmt: skip
     return _made(prefix, text, vision, **_QWEN_TOKENS)
 

@@ -18,6 +18,7 @@ from accelpatch.runtime.generation.speculation import ACCEPTED, NONE, STEPS, Loo
 from accelpatch.runtime.graphs import prefill
 from accelpatch.runtime.graphs.capture import Graph
 from accelpatch.runtime.graphs.kv_cache import cache_of
+from accelpatch.runtime.graphs.multimodal_parts import FORWARD as PARTS
 from accelpatch.runtime.graphs.runtime import CapturedRuntime
 from accelpatch.runtime.graphs.sampler import Sampler
 from accelpatch.runtime.graphs.step import CAPTURED, CapturedStep
@@ -104,10 +105,12 @@ class CapturedRun:
             outputs: Any = CausalLMOutputWithPast(**{CACHE: cache})
             self.runtime.paths[prefill.FUSED_PROMPT] += 1
         else:
-            outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
+            by_fused = self.runtime.paths[PARTS]
+            with self.runtime.prompting():
+                outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
             cache = cache_of(outputs)  # Phi-3 makes a new cache where its rotary frequencies change
             logits, length = outputs.logits[:, -1].to(copy=True, dtype=torch.float32), cache.get_seq_length()
-            if self.step.fused:
+            if self.step.fused and self.runtime.paths[PARTS] == by_fused:
                 self.runtime.paths[f"prefill by modules: {reason}"] += 1
         self.kwargs = self._model._update_model_kwargs_for_generation(outputs, kwargs)
         positions = self.kwargs.get("position_ids")

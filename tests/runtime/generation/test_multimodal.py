@@ -15,17 +15,21 @@ from accelpatch.fusion.cache_name import CACHE
 from accelpatch.models.multimodal import MEDIA, PLACES
 from accelpatch.runtime.cpu.native_step import NATIVE
 from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs import capture
+from accelpatch.runtime.graphs.calls import CALL
+from accelpatch.runtime.graphs.capture import EagerGraph
+from accelpatch.runtime.graphs.multimodal_parts import FORWARD
 from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.multimodal import MODELS, qwen_inputs
 
-STEPS = 32
-GREEDY: dict[str, Any] = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False}
+LONG, STEPS = 32, 8
 CALLS: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3},
     "sampled": {"do_sample": True, "top_k": 20},
     "sampled-on-the-host": {"do_sample": True, "repetition_penalty": 1.3},
     "hidden-states": {"return_dict_in_generate": True, "output_hidden_states": True},
 }
+LOGITS: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 SOME = ("llava", "gemma3", "qwen2.5-vl", "qwen2-audio")
 
 
@@ -43,12 +47,16 @@ def steps(model: Any) -> int:
     return int(paths.get(NATIVE, 0) + paths.get(CAPTURED, 0))
 
 
+def greedy(new: int = STEPS) -> dict[str, Any]:
+    return {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+
+
 def both(plain: Any, model: Any, given: Mapping[str, Any], **options: Any) -> tuple[Any, Any]:
     """What both generate from equal arguments; the tokens are the same."""
     found = []
     for one in (plain, model):
         torch.manual_seed(0)
-        found.append(one.generate(**copy.deepcopy(dict(given)), **GREEDY | options))
+        found.append(one.generate(**copy.deepcopy(dict(given)), **greedy() | options))
     assert torch.equal(*(getattr(one, "sequences", one) for one in found))
     return found[0], found[1]
 
@@ -63,14 +71,14 @@ def continued(made: Any, more: Tensor, **media: Any) -> dict[str, Any]:
 def test_two_turns(name: str, machine: str) -> None:
     """A picture or sound and text, then text over the same cache; every new token but the first is a fast step."""
     plain, model = pair(name)
-    made = both(plain, model, MODELS[name][1](2), return_dict_in_generate=True)
-    assert steps(model) == STEPS - 1
+    made = both(plain, model, MODELS[name][1](2), return_dict_in_generate=True, **greedy(LONG))
+    assert steps(model) == LONG - 1
     turns = [
-        one.generate(**continued(before, torch.full((2, 3), 7)), **GREEDY)
+        one.generate(**continued(before, torch.full((2, 3), 7)), **greedy(LONG))
         for one, before in zip((plain, model), made, strict=True)
     ]
     assert torch.equal(*turns)
-    assert steps(model) == 2 * (STEPS - 1)
+    assert steps(model) == 2 * (LONG - 1)
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -110,7 +118,7 @@ def test_a_new_picture_in_the_second_turn(name: str, machine: str) -> None:
         for key in {"mm_token_type_ids", "token_type_ids"} & given.keys():  # of the new tokens alone
             old = torch.zeros_like(before.sequences).to(given[key].dtype)
             next_turn[key] = torch.cat([old, given[key]], dim=1)
-        turns.append(one.generate(**next_turn, **GREEDY))
+        turns.append(one.generate(**next_turn, **greedy()))
     assert torch.equal(*turns)
     assert steps(model) == 2 * (STEPS - 1)
 
@@ -161,6 +169,38 @@ def test_a_loop_of_ones_own(name: str, machine: str) -> None:
         found.append(torch.cat(logits))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     assert steps(model) >= 3 or machine != "cpu"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts(name: str, machine: str) -> None:
+    """Logits of every token of a padded batch, and what is cached; on a GPU the language model's layers are fused."""
+    plain, model = pair(name)
+    given = MODELS[name][1](2)
+    given["attention_mask"][1, :2] = 0
+    calls: dict[str, dict[str, Any]] = {"a call": {}, "by generate()": {"max_new_tokens": 1, **LOGITS}}
+    for how, options in calls.items():
+        found = []
+        for one in (plain, model):
+            with torch.no_grad():
+                copied = copy.deepcopy(given)
+                made = one.generate(**copied, **options) if options else one(**copied, use_cache=True)
+            logits = torch.stack(made.logits) if options else made.logits[given["attention_mask"].bool()]
+            held = [tensor for layer in getattr(made, CACHE).layers for tensor in (layer.keys, layer.values)]
+            found.append([logits, *(tensor[:, :, -4:] for tensor in held)])
+        for mine, due in zip(found[1], found[0], strict=True):
+            torch.testing.assert_close(mine, due, rtol=1e-4, atol=1e-5, msg=lambda text, how=how: f"{how}: {text}")
+        if machine != "cpu":
+            assert model.accelpatch.report().paths[FORWARD] == 1 + bool(options)
+
+
+def test_a_tower_that_comes_again_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(capture.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
+    plain, model = pair("llava")
+    given = MODELS["llava"][1](1)
+    for seed in range(5):
+        given["pixel_values"] = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+        both(plain, model, given)
+    assert model.accelpatch.report().paths[CALL] >= 1
 
 
 def test_what_a_step_cannot_know(machine: str) -> None:
