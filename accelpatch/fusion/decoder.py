@@ -116,7 +116,7 @@ def _constants(family: Family, form: DecoderForm, model: Any) -> tuple[float, fl
 
 
 def form_in(model: Any) -> tuple[Family | None, DecoderForm]:
-    """(family, where the decoder lies) of a causal language model, or of the one in a model that sees or hears."""
+    """(family, where the decoder lies) of a causal language model, or of the one in a multimodal model."""
     family, path = family_by(model, ENDINGS), None
     if family is None and (found := language_model(model)) is not None:
         path, module = found

@@ -13,7 +13,7 @@ from accelpatch.models.family import STATIC_ROPE, family_of_class
 from accelpatch.modules.rotary import FusedRotaryEmbedding
 
 LONGROPE = "longrope"
-SECTIONS, TURNS = AXES = ("axes", "axes in turn")  # the tables of embeddings whose positions have several
+SECTIONS, CYCLIC = AXES = ("axes", "cyclic axes")  # the tables of embeddings whose positions have several
 IN_PLACE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)  # writes of longrope's frequencies
 
 
@@ -54,7 +54,7 @@ def axes_of(rotary: Any) -> Tensor | None:
     if kind not in AXES or count is None or not sections:
         return None
     places = torch.arange(len(count), device=count.device)
-    if kind == TURNS:
+    if kind == CYCLIC:
         axis = places % 3
         limits = torch.tensor([3 * size for size in sections], device=count.device)[axis]
         return torch.where(places < limits, axis, 0)

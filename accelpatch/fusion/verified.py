@@ -132,7 +132,7 @@ def _rows(layer: Any, call: Call, sample: Mapping[str, Any]) -> Rows | None:
 
 
 def _counts(family: Family | None, sample: Mapping[str, Any]) -> bool:
-    """Whether a layer is told no positions and they are 0, 1, 2, ...: those of a text have one value on all axes."""
+    """Whether the positions of a layer that gets none are 0, 1, 2, ...: those of a text have one value on all axes."""
     axes = family is not None and family.rotary is not None and family.rotary.tables in AXES
     return axes and sample.keys() <= {"input_ids", "attention_mask", "use_cache"}
 

@@ -53,7 +53,7 @@ _FUSEDQKV = {
 }
 _LLAMA_FORM: dict[str, Any] = {"norm": Norm(), "layer": LayerForm(), "rotary": Rotary()}
 _AXES_FORM = _LLAMA_FORM | {"rotary": Rotary(tables="axes")}
-_TURNS_FORM = _LLAMA_FORM | {"rotary": Rotary(tables="axes in turn")}
+_CYCLIC_FORM = _LLAMA_FORM | {"rotary": Rotary(tables="cyclic axes")}
 _POST_NORM = LayerForm(
     attention_norm=None,
     mlp_norm=None,
@@ -81,9 +81,9 @@ FAMILIES: tuple[Family, ...] = (
     Family("ministral", _LLAMA, LLAMA_SMOOTHING, "Ministral", **_LLAMA_FORM),
     Family("qwen2", _LLAMA, LLAMA_SMOOTHING, "Qwen2", **_LLAMA_FORM),
     Family("qwen3", _LLAMA, LLAMA_SMOOTHING, "Qwen3", **_LLAMA_FORM),
-    Family("qwen2_vl", _LLAMA, LLAMA_SMOOTHING, "Qwen2VL", **_AXES_FORM, also=("qwen2_vl_text",)),
-    Family("qwen2_5_vl", _LLAMA, LLAMA_SMOOTHING, "Qwen2_5_VL", **_AXES_FORM, also=("qwen2_5_vl_text",)),
-    Family("qwen3_vl", _LLAMA, LLAMA_SMOOTHING, "Qwen3VLText", **_TURNS_FORM, also=("qwen3_vl_text",)),
+    Family("qwen2_vl_text", _LLAMA, LLAMA_SMOOTHING, "Qwen2VL", **_AXES_FORM, also=("qwen2_vl",)),
+    Family("qwen2_5_vl_text", _LLAMA, LLAMA_SMOOTHING, "Qwen2_5_VL", **_AXES_FORM, also=("qwen2_5_vl",)),
+    Family("qwen3_vl_text", _LLAMA, LLAMA_SMOOTHING, "Qwen3VLText", **_CYCLIC_FORM, also=("qwen3_vl",)),
     Family("smollm3", _LLAMA, LLAMA_SMOOTHING, "SmolLM3", **_LLAMA_FORM | {"rotary": Rotary(without="use_rope")}),
     Family(
         "granite",

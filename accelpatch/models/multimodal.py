@@ -1,4 +1,4 @@
-"""Models that see or hear and answer in text: their language model, and what of a call concerns its prompt alone.
+"""Multimodal models and answer in text: their language model, and what of a call concerns its prompt alone.
 
 Each has towers for pictures or sounds, whose outputs take the places of tokens in a prompt. Every later step is one of
 the language model and the head alone, as of a causal language model.
@@ -21,9 +21,8 @@ from accelpatch import own_code
 CLASSES = frozenset(
     f"{name}ForConditionalGeneration"
     for name in (
-        "AyaVision", "Cohere2Vision", "Gemma3", "Idefics3", "InternVL", "Llava", "LlavaNext", "LlavaNextVideo",
-        "LlavaOnevision", "Mistral3", "Qwen2Audio", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "SmolVLM", "VipLlava",
-        "Voxtral",
+        "AyaVision", "Gemma3", "Idefics3", "InternVL", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3", "Qwen2Audio",
+        "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "SmolVLM", "Voxtral",
     )
 )  # fmt: skip
 # Arguments that mark the tokens of pictures: Gemma's, which see each other, and Qwen's.

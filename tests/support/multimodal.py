@@ -1,4 +1,4 @@
-"""Tiny models that see or hear, one of each family, and inputs for them: a picture or a sound with a short text."""
+"""Tiny multimodal models, one of each family, and inputs for them: a picture or a sound with a short text."""
 
 from __future__ import annotations
 
@@ -146,6 +146,21 @@ def audio_inputs(batch: int, places: int, mask: bool) -> dict[str, Any]:
     return _inputs(_ids(batch, places, SOUND), input_features=features, **more)
 
 
+def aya() -> Any:
+    return _made("AyaVision", {"model_type": "cohere2", **TEXT}, {"model_type": "siglip_vision_model", **VISION},
+                 downsample_factor=2, **TOKENS)  # fmt: skip
+
+
+def onevision() -> Any:
+    return _made("LlavaOnevision", {"model_type": "qwen2", **TEXT}, {"model_type": "siglip_vision_model", **VISION},
+                 image_grid_pinpoints=[[16, 16]], vision_aspect_ratio="anyres_max_9", **TOKENS)  # fmt: skip
+
+
+def onevision_inputs(batch: int) -> dict[str, Any]:
+    pixels = torch.randn(batch, 2, 3, 16, 16, generator=_generator(3))
+    return _inputs(_ids(batch, 16 + 4 * 5), pixel_values=pixels, image_sizes=torch.tensor([[16, 16]] * batch))
+
+
 def inputs_of(places: int) -> Callable[[int], dict[str, Any]]:
     """A picture of 16 x 16 for each row, as so many tokens."""
     return lambda batch: _inputs(_ids(batch, places), pixel_values=_pixels(batch))
@@ -154,6 +169,8 @@ def inputs_of(places: int) -> Callable[[int], dict[str, Any]]:
 #: name -> (makes the model, makes the inputs of so many rows)
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, Any]]]] = {
     "llava": (llava, inputs_of(16)),
+    "aya-vision": (aya, inputs_of(4)),
+    "llava-onevision": (onevision, onevision_inputs),
     "llava-next": (llava_next, llava_next_inputs),
     "gemma3": (gemma3, gemma3_inputs),
     "idefics3": (idefics3, idefics3_inputs),

@@ -66,9 +66,9 @@ def _length(given: Mapping[str, Any]) -> int:
 
 
 def _of_media(model: Any, given: Mapping[str, Any], past: int) -> str | None:
-    """Why a call of a model that sees or hears needs the modules, whose language model runs alone."""
+    """Why a call of a multimodal model needs the modules, whose language model runs alone."""
     if given.get("labels") is not None:
-        return "labels of a model that sees or hears"
+        return "labels of a multimodal model"
     if past and given.get("position_ids") is None:
         return "no positions, which pictures before may have moved"
     ids, table = given["input_ids"], model.get_input_embeddings()

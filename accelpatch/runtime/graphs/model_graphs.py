@@ -193,9 +193,8 @@ class CapturedModel:
 
     def calls(self, model: nn.Module) -> CapturedCalls:
         """The captured calls of a model that does not generate, or of a part of a model."""
-        if id(model) not in self._calls:
-            self._calls[id(model)] = CapturedCalls(model, self.graph(next(model.parameters()).device))
-        return self._calls[id(model)]
+        made = self._calls.get(id(model)) or CapturedCalls(model, self.graph(next(model.parameters()).device))
+        return self._calls.setdefault(id(model), made)
 
     def drafts(self, step: CapturedStep) -> Drafts | str | None:
         """The state for draft tokens, or why there are none; None where the recipe does not ask for them."""

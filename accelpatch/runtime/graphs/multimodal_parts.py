@@ -1,4 +1,4 @@
-"""The parts of a model that sees or hears, as its own forward calls them in a prompt: the language model's layers are
+"""The parts of a multimodal model, as its own forward calls them in a prompt: the language model's layers are
 fused, and towers whose calls come again are graphs.
 
 The model's own forward puts what towers made among the embeddings of the text. What the language model gets then is
@@ -27,14 +27,15 @@ from accelpatch.runtime.graphs.fused_forward import UNASKED, asks, reads_blind_t
 
 FORWARD = "fused layers of a prompt's embeddings"
 EMBEDDINGS = "inputs_embeds"
-SUPPORTED = (EMBEDDINGS, "attention_mask", "position_ids", CACHE, "use_cache")
+# The last is for the head, and comes along where a model hands on whatever it is given.
+SUPPORTED = (EMBEDDINGS, "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep")
 #: transformers' kinds of masks -> whether they are of layers with a window
 KINDS = {"full_attention": False, "sliding_attention": True}
 DEEP = ("visual_pos_masks", "deepstack_visual_embeds")  # what is added to pictures' tokens behind the first layers
 
 
 def part_outputs(runtime: Any, model: Any, part: Any, given: Mapping[str, Any]) -> Any:
-    """Outputs of a call of a part of a model that sees or hears; None where the part's modules must run."""
+    """Outputs of a call of a part of a multimodal model; None where the part's modules must run."""
     found = language_model(model)
     if found is None:
         return None

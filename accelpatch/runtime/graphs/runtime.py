@@ -68,7 +68,7 @@ class CapturedRuntime(ModelRuntime):
         return (fused_outputs if generates(model) else captured_outputs)(self, model, given)
 
     def part_outputs(self, part: Any, given: Mapping[str, Any] | None) -> Any:
-        """As of ModelRuntime: of an encoder-decoder's encoder, and of the parts of a model that sees or hears."""
+        """As of ModelRuntime: of an encoder-decoder's encoder, and of the parts of a multimodal model."""
         model = self.code.model
         if given is None or self._learning or model is None or (self._busy and not self._prompting):
             return None

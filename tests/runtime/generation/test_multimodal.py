@@ -1,4 +1,4 @@
-"""Models that see or hear: their language model by fast steps behind stock generate(), as transformers' own loop."""
+"""Multimodal models: their language model by fast steps behind stock generate(), as transformers' own loop."""
 
 from __future__ import annotations
 
