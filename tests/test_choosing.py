@@ -18,6 +18,7 @@ import transformers
 import typer
 from safetensors.torch import save_file
 from torch import nn
+from transformers.models.auto import modeling_auto
 from typer.testing import CliRunner
 
 import accelpatch
@@ -182,6 +183,8 @@ def test_programs_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 # --- families
 
+FOR = {"CausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING", "ImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING"}
+
 
 def kinds() -> list[str]:
     """The model types that the page names as those of no family."""
@@ -197,8 +200,8 @@ def model_of(kind: str, **sizes: Any) -> nn.Module:
                 setattr(part, name, 2)
         if getattr(part, "layer_types", None):
             part.layer_types = part.layer_types[:2]
-    causal = type(config) in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    factory = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+    names = (name for name, mapping in FOR.items() if type(config) in getattr(modeling_auto, mapping))
+    factory: Any = getattr(transformers, f"AutoModelFor{next(names, '')}".removesuffix("For"))
     with torch.device("meta"):
         return factory.from_config(config, dtype=torch.bfloat16)
 
@@ -207,8 +210,8 @@ def steps(family: Family, device: Device) -> str:
     """How the layers of such a model run while a device generates: "" where the plan has all of them fused, else why
     the first is not."""
     model = model_of(family.model_types[0])
-    text = str(accelpatch.plan(model if device.kind == "cuda" else model.float(), "int8", device=device))
-    line = text.splitlines()[1]
+    plan = accelpatch.plan(model if device.kind == "cuda" else model.float(), "int8", device=device)
+    line = str(plan).splitlines()[1]
     if line.startswith("2 of 2 layers fused"):
         return ""
     return line.partition(".0: ")[2].partition("; ...")[0] or family.unfused or "the table has no form of its layers"
@@ -216,7 +219,7 @@ def steps(family: Family, device: Device) -> str:
 
 @needs_compiler
 def test_the_table_of_families() -> None:
-    """Of the newest transformers, and of text alone: `test_pictures` has what the page says of pictures."""
+    """Of the newest transformers; `test_pictures` has what the page says of towers."""
     rows, why = [], defaultdict(list)
     for family in FAMILIES:
         kind = family.model_types[0]
@@ -233,13 +236,11 @@ def test_the_table_of_families() -> None:
 
 
 def test_pictures() -> None:
-    """The layers of a text part are replaced, and no step fuses them; those of the tower are layers of an encoder."""
-    report = accelpatch.plan(model_of("gemma3"), "int8", device=KNOWN["sm_90"]).report()
-    layers = [one for one in report.sites if one.replacer == "fused_layer"]
-    text, tower = ([one for one in layers if ("vision" in one.path) is seen] for seen in (False, True))
-    assert [one.path.rpartition(".")[2] for one in text] == [one.path.rpartition(".")[2] for one in tower] == ["0", "1"]
-    assert not any(one.fused for one in text)
-    assert all(one.fused for one in tower)
+    """All layers are fused: those of the language model, and those of the tower as an encoder's."""
+    plan = accelpatch.plan(model_of("gemma3"), "int8", device=KNOWN["sm_90"])
+    layers = [one for one in plan.report().sites if one.replacer == "fused_layer"]
+    assert [one.path[-1] for one in layers] == ["0", "1", "0", "1"]
+    assert all(one.fused for one in layers)
 
 
 def encoders() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +21,19 @@ from accelpatch.kernels.ops.attention.prompt_attention import (
     attend_by_torch,
     module_mask,
     rotate_,
+    rotate_by_tables_,
     shown,
 )
+from accelpatch.kernels.ops.attention.rope import rotary_cos_sin
 
 
 @dataclass(eq=False)
 class CacheCall(Movable):
     """A call of L tokens a row. positions[B, L]; mask[B, past + L] or None; cache: None for none; past: cached
     tokens. blind: whether the caller gets the results of tokens that see no key; attention is then by the functions
-    that transformers calls, which differ in what they give those.
+    that transformers calls, which differ in what they give those. axes[3, B, L]: positions that differ by axis, as
+    those of a picture's tokens; axis[R / 2]: the axis of each frequency. masks: whether
+    a layer has a window -> boolean [B, 1, L, past + L] of what its tokens see, where that is more than those before.
     """
 
     decoder: Any
@@ -37,9 +42,13 @@ class CacheCall(Movable):
     cache: Any
     past: int
     blind: bool = False
+    axes: Tensor | None = None
+    axis: Tensor | None = None
+    masks: Mapping[bool, Tensor] | None = None
 
     def __post_init__(self) -> None:
         self._seen: dict[tuple[int, int], Shown] = {}
+        self._tables: tuple[Tensor, Tensor] | None = None
 
     def form(self, layer: Any) -> Any:
         """As in Call."""
@@ -51,7 +60,10 @@ class CacheCall(Movable):
         batch, length = self.positions.shape
         first = self.first(place)
         new = qkv.new_empty(2, batch, shape.kv_heads, length, shape.size)
-        rotate_(qkv, self.positions, new[0], new[1], shape)
+        if self.axes is None:
+            rotate_(qkv, self.positions, new[0], new[1], shape)
+        else:
+            rotate_by_tables_(qkv, *self._by_axes(shape, qkv.dtype), new[0], new[1], shape)
         given = qkv, self.positions, self.seen(first, shape.window), *self.cached(new, place), shape
         if self.blind:
             attention = LayerDescription(layers_of(self.decoder)[place]).attention
@@ -66,7 +78,19 @@ class CacheCall(Movable):
         def visible(window: int) -> Tensor:
             return module_mask(self.seen(first, window), length, keys, x, self.blind)
 
-        return run_module(self.decoder, place, x, self.positions, visible, self.module_cache(place))
+        return run_module(self.decoder, place, x, self.positions, visible, self.module_cache(place), self.axes)
+
+    def _by_axes(self, shape: AttentionShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [B, L, R], each column of the axis of its frequency; the layers have one set of these."""
+        if self._tables is None:
+            assert self.axes is not None
+            assert self.axis is not None
+            tables = rotary_cos_sin(self.axes, shape.inv_freq, shape.rope_scaling, dtype)
+            pick = self.axis.to(self.axes.device).repeat(2)[:, None]
+            apart = (one.movedim(0, -1) for one in tables)
+            cos, sin = (one.gather(-1, pick.expand(*one.shape[:-1], 1))[..., 0] for one in apart)
+            self._tables = cos, sin
+        return self._tables
 
     def module_cache(self, place: int) -> Any:
         """The cache that the module of the layer at `place` fills."""
@@ -93,6 +117,8 @@ class CacheCall(Movable):
     def seen(self, first: int, window: int) -> Shown:
         """What each token sees of the keys from index `first` on, in layers with a window."""
         key = first, window
+        if key not in self._seen and self.masks is not None:
+            self._seen[key] = Shown(bias=self.masks[window > 0][..., first:].contiguous(), causal=False)
         if key not in self._seen:
             mask = None if self.mask is None else self.mask[:, first:]
             self._seen[key] = shown(mask, self.past - first, self.positions.shape[1], window)

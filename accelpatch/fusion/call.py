@@ -13,7 +13,7 @@ from accelpatch.errors import KernelError
 from accelpatch.fusion.cache_name import layer_argument
 from accelpatch.fusion.decoder import layers_of
 from accelpatch.fusion.layer_description import LayerDescription
-from accelpatch.fusion.rotary import one_rope
+from accelpatch.fusion.rotary import by_axes, one_rope
 from accelpatch.fusion.spread import rotary_on
 
 #: window in slots (0: none) -> boolean mask [B or 1, 1, T, keys] of the keys that each token attends to; None, where a
@@ -57,10 +57,12 @@ def is_whole(layer: Any) -> bool:
     return bool(getattr(layer, "is_whole", False))
 
 
-def run_module(decoder: Any, place: int, x: Tensor, positions: Tensor, visible: Visible, cache: Any) -> Tensor:
+def run_module(
+    decoder: Any, place: int, x: Tensor, positions: Tensor, visible: Visible, cache: Any, axes: Tensor | None = None
+) -> Tensor:
     """A decoder layer's own module: x[B T, K] at positions[B, T] -> [B T, K].
 
-    cache: the KV cache, with transformers' interface; None for none.
+    cache: the KV cache, with transformers' interface; None for none. axes[3, B, T]: positions that differ by axis.
     """
     layer = layers_of(decoder)[place]
     attention, rows = LayerDescription(layer).attention, x.view(*positions.shape, -1)
@@ -72,7 +74,8 @@ def run_module(decoder: Any, place: int, x: Tensor, positions: Tensor, visible: 
     given = {"attention_mask": seen, "position_ids": positions, layer_argument(layer): cache, "use_cache": use_cache}
     if rotary is not None:
         kind = () if one_rope(rotary) else (attention.layer_type,)
-        given["position_embeddings"] = rotary(rows, positions, *kind)
+        places = positions if not by_axes(rotary) else positions.expand(3, *positions.shape) if axes is None else axes
+        given["position_embeddings"] = rotary(rows, places, *kind)
     made = layer(rows, **given)
     made = made[0] if isinstance(made, tuple) else made
     if not isinstance(made, Tensor) or made.shape != rows.shape:

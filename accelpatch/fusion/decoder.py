@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,9 +12,10 @@ from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.fusion.rotary import rotary_why_not
 from accelpatch.models.family import DecoderForm, Family, child_of, family_of_class
+from accelpatch.models.multimodal import is_multimodal, language_model
 
 ENDINGS = ("ForCausalLM", "LMHeadModel")  # of the names of models' classes
-INNER_ENDINGS = ("Model", "Decoder")  # of their decoders'
+INNER_ENDINGS = ("TextModel", "Model", "Decoder")  # of their decoders'
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,7 @@ def decoder_of(model: Any) -> Decoder:
 
 def found_in(model: Any) -> Decoder:
     """The same of a model that may not be patched yet, whatever its rotary embedding is. Raises CannotFuse."""
-    family, form = _form(model)
+    family, form = form_in(model)
     if family is not None and family.unfused is not None:
         raise CannotFuse(family.unfused)
     module, head = child_of(model, form.path), getattr(model, "lm_head", None)
@@ -71,7 +72,7 @@ def found_in(model: Any) -> Decoder:
     names = (form.layers, form.embedding, form.norm, "rotary_emb")
     layers, embedding, norm, rotary = (getattr(module, name, None) for name in names)
     table = None if form.positions is None else Positions(getattr(module, form.positions), form.offset, form.of_mask)
-    constants = () if family is None else _constants(family, model)
+    constants = () if family is None else _constants(family, form, model)
     decoder = Decoder(module, form, head, layers, embedding, norm, rotary, table, *constants)
     if reason := why_not(model, decoder):
         raise CannotFuse(reason)
@@ -101,10 +102,12 @@ def why_not(model: Any, decoder: Decoder) -> str | None:
     return None if places == list(range(count)) else f"its layers have the indices {places}, of {count}"
 
 
-def _constants(family: Family, model: Any) -> tuple[float, float, float]:
+def _constants(family: Family, form: DecoderForm, model: Any) -> tuple[float, float, float]:
     """(embedding_multiplier, logit_divisor, logit_cap) of a model of a family."""
     config, name = model.config, family.embedding_multiplier
-    multiplier = 1.0 if name is None else float(getattr(child_of(model, family.decoder.path), name))
+    multiplier = 1.0 if name is None else float(getattr(child_of(model, form.path), name))
+    if is_multimodal(model):  # its own forward calls the head, and does no more to logits
+        return multiplier, 1.0, 0.0
     divisor = 1.0 if family.logit_divisor is None else float(getattr(config, family.logit_divisor))
     if family.logit_multiplier is not None:
         divisor = 1.0 / float(getattr(config, family.logit_multiplier))
@@ -112,18 +115,33 @@ def _constants(family: Family, model: Any) -> tuple[float, float, float]:
     return multiplier, divisor, float(cap or 0.0)
 
 
-def _form(model: Any) -> tuple[Family | None, DecoderForm]:
-    family = next((found for end in ENDINGS if (found := family_of_class(model, end)) is not None), None)
-    return family, DecoderForm() if family is None else family.decoder
+def form_in(model: Any) -> tuple[Family | None, DecoderForm]:
+    """(family, where the decoder lies) of a causal language model, or of the one in a multimodal model."""
+    family, path = family_by(model, ENDINGS), None
+    if family is None and (found := language_model(model)) is not None:
+        path, module = found
+        family = family_by(module, INNER_ENDINGS)
+    form = DecoderForm() if family is None else family.decoder
+    return family, form if path is None else replace(form, path=path)
+
+
+def family_by(module: Any, endings: tuple[str, ...]) -> Family | None:
+    """The family of a module whose class has one of these endings; the first that fits."""
+    return next((found for end in endings if (found := family_of_class(module, end)) is not None), None)
+
+
+def module_in(model: Any) -> Any:
+    """The decoder's module in a model."""
+    return child_of(model, form_in(model)[1].path)
 
 
 def layers_in(model: Any) -> Any:
     """The decoder layers' modules of a causal language model; () where it has none that are known."""
-    form = _form(model)[1]
+    form = form_in(model)[1]
     return getattr(child_of(model, form.path), form.layers, ())
 
 
 def layers_of(module: Any) -> Any:
     """The layers' modules of a decoder."""
-    family = next((found for end in INNER_ENDINGS if (found := family_of_class(module, end)) is not None), None)
+    family = family_by(module, INNER_ENDINGS)
     return getattr(module, "layers" if family is None else family.decoder.layers)

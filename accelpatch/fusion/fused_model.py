@@ -41,8 +41,8 @@ class FusedModel:
     that is not fused. unfused: place of such a layer -> why. softcap: of the logits, 0 for none. embedding_multiplier,
     logit_divisor: of embeddings and logits. most: most rows of a step. positions: learned embeddings of positions, or
     None. by_length: whether the decoder's rotary embedding writes its frequencies, which the layers read, by the
-    length. whole: places of layers that run as modules since they were replaced with all that is in them. spread: the
-    devices of the parts; None for one device.
+    length. axes: of axes_of in rotary.py. whole: places of layers that run as modules since they were replaced with all
+    that is in them. spread: the devices of the parts; None for one device.
     """
 
     decoder: weakref.ref[Any]
@@ -59,6 +59,7 @@ class FusedModel:
     most: int = MAX_ROWS
     positions: Positions | None = None
     by_length: bool = False
+    axes: Tensor | None = None
     whole: frozenset[int] = frozenset()
     spread: Spread | None = None
 
@@ -116,7 +117,11 @@ class FusedModel:
         """Embeddings [M, K] of the M ids at so many positions, the first layer's input."""
         if self.spread is not None:
             ids, positions = ids.to(self.spread.first), positions.to(self.spread.first)
-        x: Tensor = self.embedding(ids.reshape(-1))
+        return self.positioned(self.embedding(ids.reshape(-1)), positions, drafts)
+
+    def positioned(self, embeddings: Tensor, positions: Tensor, drafts: bool = False) -> Tensor:
+        """The first layer's input [M, K] of embeddings [..., K] at so many positions."""
+        x = embeddings.reshape(-1, embeddings.shape[-1])
         x = x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
         return x if self.positions is None else x + self.positions(positions.reshape(-1), drafts)
 

@@ -35,7 +35,7 @@ class NativeModel:
     """The part of a native step that does not depend on the cache.
 
     layers: None for one that must run as a module. unfused: place of such a layer -> why. cached: what each
-    layer caches.
+    layer caches. by_axes: whether positions have several axes.
     """
 
     shape: StepShape
@@ -45,6 +45,7 @@ class NativeModel:
     head: Pack
     final_norm: NormWeight
     cached: tuple[Cached, ...]
+    by_axes: bool = False
 
     @property
     def places(self) -> set[int]:
@@ -68,7 +69,7 @@ def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeM
     CannotFuse where no layer has one, or the embedding, last norm or head does not.
     """
     found = decoder_of(model)
-    if found.form != DecoderForm() or rotary.by_length(found.rotary):
+    if replace(found.form, path=DecoderForm.path) != DecoderForm() or rotary.by_length(found.rotary):
         raise CannotFuse("the native step is for decoders of Llama's form with fixed frequencies")
     reasons, weights = dict(unfused), list[LayerWeights | None]([None] * len(found.layers))
     described = [LayerDescription(layer) for layer in found.layers]
@@ -93,7 +94,7 @@ def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeM
         cached_by(layer, torch.float32, None if one is None else (one.kv_heads(shape.head_dim), shape.head_dim))
         for layer, one in zip(found.layers, weights, strict=True)
     ]
-    return NativeModel(shape, weights, reasons, embedding, head, norm, tuple(cached))
+    return NativeModel(shape, weights, reasons, embedding, head, norm, tuple(cached), rotary.by_axes(found.rotary))
 
 
 def form_why_not(layer: LayerDescription, decoder: Decoder) -> str | None:

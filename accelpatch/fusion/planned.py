@@ -15,7 +15,7 @@ from accelpatch.device import Device
 from accelpatch.fusion import rotary
 from accelpatch.fusion.adapters import base_of
 from accelpatch.fusion.cannot_fuse import CannotFuse
-from accelpatch.fusion.decoder import Decoder, found_in
+from accelpatch.fusion.decoder import Decoder, form_in, found_in
 from accelpatch.fusion.layer_description import INNER, QKV, LayerDescription, plain_why_not, size_of
 from accelpatch.fusion.native_model import form_why_not, sizes_why_not
 from accelpatch.fusion.read_layers import DTYPES
@@ -29,7 +29,7 @@ from accelpatch.kernels.ops.attention import decode_attention
 from accelpatch.kernels.ops.experts import routed_experts
 from accelpatch.kernels.ops.linear import float_linear
 from accelpatch.kernels.ops.linear.fused_linear import INSIDE, SILU
-from accelpatch.models.family import child_of
+from accelpatch.models.family import DecoderForm, child_of
 from accelpatch.patching.replacer import Reason, Replaced
 from accelpatch.patching.site import Site
 
@@ -68,7 +68,7 @@ def _planned(site: Site, replaced: Sites, device: Device) -> str:
     layer = LayerDescription(site.original)
     if layer.form is None or layer.attention is None:
         raise CannotFuse("its form is not known")
-    at = layer.family.decoder
+    at = form_in(site.model)[1]
     if not site.path.startswith(f"{at.path}.{at.layers}.") or "lm_head" not in replaced:
         raise CannotFuse("it is no layer of a causal language model's decoder")
     decoder = found_in(site.model)
@@ -77,7 +77,7 @@ def _planned(site: Site, replaced: Sites, device: Device) -> str:
     stay = (one for name, one in layer.layer.named_modules() if replaced.get(f"{site.path}.{name}") is None)
     if reason := own_code.why_not_in(stay) or layer.unknown():
         raise CannotFuse(reason)
-    for what, path in _needed(layer, site.path):
+    for what, path in _needed(layer, site.path, decoder.form):
         if replaced.get(path) is None:
             raise CannotFuse(f"{what} is not replaced")
     dtype = _dtype_of(layer.layer)
@@ -86,11 +86,11 @@ def _planned(site: Site, replaced: Sites, device: Device) -> str:
     return _launches(layer, site.path, replaced, dtype, device)
 
 
-def _needed(layer: LayerDescription, path: str) -> Iterator[tuple[str, str]]:
+def _needed(layer: LayerDescription, path: str, model: DecoderForm) -> Iterator[tuple[str, str]]:
     """(name for messages, dotted name in the model) of the modules besides linear layers that must be replaced."""
     assert layer.form is not None
     assert layer.attention is not None
-    family, model = layer.family, layer.family.decoder
+    family = layer.family
     if layer.sparse is not None:
         yield "its MLP of experts", f"{path}.{layer.form.mlp}.{layer.sparse.experts}"
     elif not layer.plain:

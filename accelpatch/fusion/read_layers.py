@@ -18,7 +18,7 @@ from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.fused_weights import concatenated_linear, fused_linear, gated_linear
 from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.fusion.read_attention import attention_shape, norm_of, prepared
-from accelpatch.fusion.rotary import by_length
+from accelpatch.fusion.rotary import axes_of, by_length
 from accelpatch.fusion.signals import with_signals
 from accelpatch.fusion.sparse_layer import FusedSparseLayer, sparse_mlp
 from accelpatch.fusion.spread import (
@@ -72,7 +72,7 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
     return FusedModel(
         weakref.ref(decoder.module), dtype, decoder.embedding, made, reasons, final, last, blank,
         decoder.logit_cap, decoder.embedding_multiplier, decoder.logit_divisor, positions=decoder.positions,
-        by_length=by_length(rotary), whole=whole, spread=spread,
+        by_length=by_length(rotary), axes=axes_of(rotary), whole=whole, spread=spread,
     )  # fmt: skip
 
 

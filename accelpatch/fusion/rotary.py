@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 
@@ -12,6 +13,7 @@ from accelpatch.models.family import STATIC_ROPE, family_of_class
 from accelpatch.modules.rotary import FusedRotaryEmbedding
 
 LONGROPE = "longrope"
+SECTIONS, CYCLIC = AXES = ("axes", "cyclic axes")  # the tables of embeddings whose positions have several
 IN_PLACE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)  # writes of longrope's frequencies
 
 
@@ -32,6 +34,43 @@ def by_length(rotary: Any) -> bool:
     """Whether a rotary embedding of a known family chooses between two sets of frequencies by the length (longrope)."""
     known = family_of_class(rotary, "RotaryEmbedding") is not None
     return known and getattr(rotary, "rope_type", None) == LONGROPE
+
+
+def by_axes(rotary: Any) -> bool:
+    """Whether positions of a rotary embedding have several axes, such as time, height and width of a picture."""
+    return _tables(rotary) in AXES
+
+
+def _tables(rotary: Any) -> str | None:
+    family = family_of_class(rotary, "RotaryEmbedding")
+    return None if family is None or family.rotary is None else family.rotary.tables
+
+
+def axes_of(rotary: Any) -> Tensor | None:
+    """The axis of the positions that each of the frequencies belongs to, int64 [R / 2]; None where there is one."""
+    kind, count = _tables(rotary), getattr(rotary, "inv_freq", None)
+    said = parameters(getattr(rotary, "config", None)).get("mrope_section")
+    sections = getattr(rotary, "mrope_section", said)
+    if kind not in AXES or count is None or not sections:
+        return None
+    places = torch.arange(len(count), device=count.device)
+    if kind == CYCLIC:
+        axis = places % 3
+        limits = torch.tensor([3 * size for size in sections], device=count.device)[axis]
+        return torch.where(places < limits, axis, 0)
+    ends = torch.tensor(sections, device=count.device).cumsum(0)
+    return torch.bucketize(places, ends, right=True).clamp(max=len(sections) - 1) % 3
+
+
+def of_one_axis(positions: Tensor) -> Tensor | None:
+    """Positions [B, L] of positions of several axes [A, B, L] that agree, as those of text do; None where they differ.
+
+    Of four axes the first counts tokens, which no frequency reads.
+    """
+    if positions.dim() != 3:
+        return positions
+    axes = positions[1:] if len(positions) == 4 else positions
+    return axes[0] if bool((axes == axes[:1]).all()) else None
 
 
 def planned_by_length(config: Any) -> bool:

@@ -22,14 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.fusion.cache_name import layer_argument
-from accelpatch.fusion.decoder import layers_of
+from accelpatch.fusion.decoder import layers_of, module_in
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.fusion.native_model import NativeModel
+from accelpatch.fusion.rotary import AXES
 from accelpatch.fusion.spread import computes_on
 from accelpatch.fusion.static_call import PromptCall, StepCall
 from accelpatch.kernels.hip.binding import weight_prefetch
-from accelpatch.models.family import family_of_layer
+from accelpatch.models.family import Family, family_of_layer
 from accelpatch.patching.capture import Call, copied, floats
 from accelpatch.patching.extent import Extent
 from accelpatch.patching.stages import Captured
@@ -70,7 +71,7 @@ def layer_errors(
     calls: those of the original layer, one for each of `samples`. kernel_error and kernel_bound are in units.
     """
     by: Any = _native_steps if isinstance(fused, NativeModel) else _fused_steps
-    decoder = fused.decoder() if isinstance(fused, FusedModel) else model.model
+    decoder = fused.decoder() if isinstance(fused, FusedModel) else module_in(model)
     layer, own, original, moved = layers_of(decoder)[place], list[Pair](), list[Pair](), [0.0]
     least = bound_of(layer, next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.float32))
     with torch.no_grad():
@@ -115,9 +116,11 @@ def one_rounding_away(call: Call, seed: int) -> Call:
 def _rows(layer: Any, call: Call, sample: Mapping[str, Any]) -> Rows | None:
     x = call.args[0] if call.args else call.kwargs.get(HIDDEN)
     positions, mask = call.kwargs.get("position_ids"), sample.get("attention_mask")
+    family = family_of_layer(layer)
+    if positions is None and isinstance(x, Tensor) and x.dim() == 3 and _counts(family, sample):
+        positions = torch.arange(x.shape[1], device=x.device)[None]
     if not isinstance(x, Tensor) or x.dim() != 3 or not isinstance(positions, Tensor) or len(call.outputs) != 1:
         return None
-    family = family_of_layer(layer)
     if family is None or family.layer is None or call.kwargs.get(layer_argument(layer)) is not None:
         return None
     shape, device = x.shape[:2], computes_on(layer)
@@ -126,6 +129,12 @@ def _rows(layer: Any, call: Call, sample: Mapping[str, Any]) -> Rows | None:
         return None
     held = torch.ones(shape, dtype=torch.int64, device=x.device) if mask is None else mask.to(x.device, torch.int64)
     return Rows(x, call.outputs[0], _output(layer, call), positions.expand(shape).contiguous(), held)
+
+
+def _counts(family: Family | None, sample: Mapping[str, Any]) -> bool:
+    """Whether the positions of a layer that gets none are 0, 1, 2, ...: those of a text have one value on all axes."""
+    axes = family is not None and family.rotary is not None and family.rotary.tables in AXES
+    return axes and sample.keys() <= {"input_ids", "attention_mask", "use_cache"}
 
 
 def _fused_steps(decoder: Any, fused: FusedModel, place: int, rows: Rows) -> Tensor | None:
@@ -221,7 +230,7 @@ def check_layers(
     if isinstance(fused, FusedModel) and torch.cuda.is_available():  # steps prefetch weights, laid out by then
         for device in [None] if fused.spread is None else fused.spread.devices:
             torch.cuda.synchronize(device)
-    decoder = fused.decoder() if isinstance(fused, FusedModel) else model.model
+    decoder = fused.decoder() if isinstance(fused, FusedModel) else module_in(model)
     kinds = first_of_kind(list(layers_of(decoder)))
     places, found, failed = sorted(fused.places & calls.keys()), dict[int, SiteErrors](), dict[int, str]()
     for done, place in enumerate(places):

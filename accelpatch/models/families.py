@@ -52,6 +52,8 @@ _FUSEDQKV = {
     "*.mlp.dense_4h_to_h": "fc2",
 }
 _LLAMA_FORM: dict[str, Any] = {"norm": Norm(), "layer": LayerForm(), "rotary": Rotary()}
+_AXES_FORM = _LLAMA_FORM | {"rotary": Rotary(tables="axes")}
+_CYCLIC_FORM = _LLAMA_FORM | {"rotary": Rotary(tables="cyclic axes")}
 _POST_NORM = LayerForm(
     attention_norm=None,
     mlp_norm=None,
@@ -79,6 +81,9 @@ FAMILIES: tuple[Family, ...] = (
     Family("ministral", _LLAMA, LLAMA_SMOOTHING, "Ministral", **_LLAMA_FORM),
     Family("qwen2", _LLAMA, LLAMA_SMOOTHING, "Qwen2", **_LLAMA_FORM),
     Family("qwen3", _LLAMA, LLAMA_SMOOTHING, "Qwen3", **_LLAMA_FORM),
+    Family("qwen2_vl_text", _LLAMA, LLAMA_SMOOTHING, "Qwen2VL", **_AXES_FORM, also=("qwen2_vl",)),
+    Family("qwen2_5_vl_text", _LLAMA, LLAMA_SMOOTHING, "Qwen2_5_VL", **_AXES_FORM, also=("qwen2_5_vl",)),
+    Family("qwen3_vl_text", _LLAMA, LLAMA_SMOOTHING, "Qwen3VLText", **_CYCLIC_FORM, also=("qwen3_vl",)),
     Family("smollm3", _LLAMA, LLAMA_SMOOTHING, "SmolLM3", **_LLAMA_FORM | {"rotary": Rotary(without="use_rope")}),
     Family(
         "granite",

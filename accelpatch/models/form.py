@@ -83,7 +83,9 @@ class Sparse:
 @dataclass(frozen=True)
 class Rotary:
     """A family's rotary embedding. tables: what its tables are where they have another form than Llama's: "float32"
-    where others have the hidden states' dtype, "paired" where equal columns are neighbours. Such a module stays.
+    where others have the hidden states' dtype, "paired" where equal columns are neighbours, "axes" where each frequency
+    belongs to an axis of the positions, one section of frequencies an axis, "cyclic axes" where the next frequency
+    belongs to the next axis (of text all axes have one value, and the tables are Llama's). Such a module stays.
 
     interleaved: pairs neighbouring columns (2 i, 2 i + 1) of a head; others pair i with i + R / 2. without: name of an
     attribute of attention layers that is false where a layer applies none.

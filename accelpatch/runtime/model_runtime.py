@@ -51,6 +51,6 @@ class ModelRuntime:
             return forward(model, *args, **kwargs)
         return self.compiled(*args, **kwargs)
 
-    def encoder_outputs(self, part: Any, given: Mapping[str, Any] | None) -> Any:
-        """Outputs of a call of a model inside an encoder-decoder, if it is the encoder's and captured; else None."""
+    def part_outputs(self, part: Any, given: Mapping[str, Any] | None) -> Any:
+        """Outputs of a call of a model inside the patched one, by fused layers or a graph; None for its modules."""
         return None

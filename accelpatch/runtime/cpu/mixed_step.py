@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.fusion.cache_call import CacheCall
+from accelpatch.fusion.decoder import layers_of, module_in
 from accelpatch.kernels.cpu.decode_step import DecodeStep
 from accelpatch.kernels.cpu.native_library import PLAIN
 from accelpatch.runtime.cache_contents import Contents
@@ -24,7 +25,8 @@ def mixed_step(
     """Logits [B, V] after `tokens`[B], which the cache has by then. watched: indices of the layers that run as modules,
     over the caller's own cache."""
     hidden = torch.empty(tokens.shape[0], step.shape.hidden, **PLAIN)
-    layers, begin, call = model.model.layers, 0, _call(model.model, cache, places, contents.length)
+    decoder = module_in(model)
+    layers, begin, call = layers_of(decoder), 0, _call(decoder, cache, places, contents.length)
     with all_threads():
         for place in sorted(watched):
             if begin < place or place == 0:  # at place 0: the embedding alone; nothing between neighbours

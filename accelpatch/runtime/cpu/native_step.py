@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.errors import KernelError
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.native_model import NativeModel, native_model
+from accelpatch.fusion.rotary import of_one_axis
 from accelpatch.kernels.cpu.decode_step import DecodeStep
 from accelpatch.kernels.cpu.native_library import MAX_BATCH
+from accelpatch.models.multimodal import of_no_step, outputs_of
 from accelpatch.runtime.cache_contents import Contents, attached
-from accelpatch.runtime.cpu.mixed_step import mixed_step
+from accelpatch.runtime.cpu.mixed_step import Places, mixed_step
 from accelpatch.runtime.cpu.native_cache import Store, stored
 from accelpatch.runtime.cpu.torch_threads import all_threads
 from accelpatch.runtime.model_runtime import ModelRuntime
@@ -64,10 +65,10 @@ class NativeRuntime(ModelRuntime):
     def __reduce__(self) -> tuple[type[NativeRuntime], tuple[()]]:
         return NativeRuntime, ()
 
-    def outputs(self, model: nn.Module, given: Mapping[str, Any]) -> CausalLMOutputWithPast | None:
+    def outputs(self, model: nn.Module, given: Mapping[str, Any]) -> Any:
         """Outputs of a model call for one more token by a native step; None where the modules must run."""
         logits = self.logits(model, given)
-        return None if logits is None else CausalLMOutputWithPast(logits=logits, **{CACHE: given[CACHE]})
+        return None if logits is None else outputs_of(model, logits=logits, **{CACHE: given[CACHE]})
 
     def logits(self, model: nn.Module, arguments: Mapping[str, Any]) -> Tensor | None:
         """Logits [B, 1, V] of one more token, which is added to the cache; None where the modules must run."""
@@ -85,9 +86,9 @@ class NativeRuntime(ModelRuntime):
         if isinstance(contents, str):
             self.paths[f"modules: {contents}"] += 1
             return None
-        places = self._places(ids, contents.length, arguments)
-        if places is None:
-            self.paths["modules: an attention mask that is not left padding"] += 1
+        places = self._places(ids, contents.length, arguments, reading.model)
+        if isinstance(places, str):
+            self.paths[f"modules: {places}"] += 1
             return None
         watched, unfused = reading.watch.watched(), reading.model.unfused
         store: Store = contents.static
@@ -149,26 +150,30 @@ class NativeRuntime(ModelRuntime):
     def _outdated(self, reading: Reading) -> bool:
         return reading.version != self.code.version or reading.watch.stale()
 
-    def _places(self, ids: Tensor, length: int, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor] | None:
-        """(slots, starts, positions), each int64 [B]; None for a mask other than left padding."""
+    def _places(self, ids: Tensor, length: int, arguments: Mapping[str, Any], model: NativeModel) -> Places | str:
+        """(slots, starts, positions), each int64 [B]; or why there are none."""
         batch, mask, positions = ids.shape[0], arguments.get("attention_mask"), arguments.get("position_ids")
         slots = torch.full((batch,), length, dtype=torch.int64, device="cpu")
         starts = torch.zeros(batch, dtype=torch.int64, device="cpu")
         if mask is not None:
             if mask.dim() != 2 or tuple(mask.shape) != (batch, length + 1):
-                return None
+                return "an attention mask that is not left padding"
             kept = mask.ne(0)
             starts = length + 1 - kept.sum(1)
             if not torch.equal(kept.int().argmax(1), starts):
-                return None
+                return "an attention mask that is not left padding"
         if positions is None:
-            return slots, starts, slots
+            return "no positions, which pictures before may have moved" if model.by_axes else (slots, starts, slots)
+        positions = of_one_axis(positions)
+        if positions is None:
+            return "positions that differ between time, height and width"
         return slots, starts, positions.reshape(-1, 1)[-batch:, 0].expand(batch).to(torch.int64)
 
 
 def _why_not(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> str | None:
     """Why a call cannot be a native step, judging by its arguments alone; None where it can."""
-    if extra := unknown(arguments, UNDERSTOOD):
+    extra = unknown(arguments, UNDERSTOOD)
+    if extra is not None and (extra := unknown(arguments, UNDERSTOOD | of_no_step(model))) is not None:
         return f"the argument {extra}"
     if arguments.get("use_cache") is False or arguments.get("return_dict") is False:
         return "no cache or a tuple was asked for"

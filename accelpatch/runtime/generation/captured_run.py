@@ -10,6 +10,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.fusion.cache_name import CACHE
+from accelpatch.fusion.rotary import of_one_axis
 from accelpatch.runtime.cache_contents import OWN_CACHE, Contents
 from accelpatch.runtime.cache_form import misfit, why_not
 from accelpatch.runtime.generation.decoding import stock_loop_because
@@ -17,6 +18,7 @@ from accelpatch.runtime.generation.speculation import ACCEPTED, NONE, STEPS, Loo
 from accelpatch.runtime.graphs import prefill
 from accelpatch.runtime.graphs.capture import Graph
 from accelpatch.runtime.graphs.kv_cache import cache_of
+from accelpatch.runtime.graphs.multimodal_parts import FORWARD as PARTS
 from accelpatch.runtime.graphs.runtime import CapturedRuntime
 from accelpatch.runtime.graphs.sampler import Sampler
 from accelpatch.runtime.graphs.step import CAPTURED, CapturedStep
@@ -32,8 +34,10 @@ class CapturedRun:
     def why_not(cls, model: Any, runtime: CapturedRuntime, config: Any, synced: bool, kwargs: Any) -> str | None:
         """Why transformers' own loop must run; None where a run can."""
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        if (mask is not None and mask.dim() != 2) or (positions is not None and positions.dim() != 2):
+        if (mask is not None and mask.dim() != 2) or (positions is not None and positions.dim() not in (2, 3)):
             return "an attention mask or positions of another shape than [B, L]"
+        if positions is not None and of_one_axis(positions[..., -1:]) is None:
+            return "a last token whose positions differ between time, height and width"
         if kwargs.get(CACHE) is None:
             return "no cache"
         cache = kwargs[CACHE]
@@ -101,10 +105,12 @@ class CapturedRun:
             outputs: Any = CausalLMOutputWithPast(**{CACHE: cache})
             self.runtime.paths[prefill.FUSED_PROMPT] += 1
         else:
-            outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
+            by_fused = self.runtime.paths[PARTS]
+            with self.runtime.prompting():
+                outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
             cache = cache_of(outputs)  # Phi-3 makes a new cache where its rotary frequencies change
             logits, length = outputs.logits[:, -1].to(copy=True, dtype=torch.float32), cache.get_seq_length()
-            if self.step.fused:
+            if self.step.fused and self.runtime.paths[PARTS] == by_fused:
                 self.runtime.paths[f"prefill by modules: {reason}"] += 1
         self.kwargs = self._model._update_model_kwargs_for_generation(outputs, kwargs)
         positions = self.kwargs.get("position_ids")
@@ -121,7 +127,8 @@ class CapturedRun:
         self._first = self.slot = self._contents.length = length
         self.step.show(length, mask)
         if positions is not None:
-            given = positions[:, -1:]
+            given = of_one_axis(positions[..., -1:])
+            assert given is not None
         else:
             given = torch.tensor(length) if mask is None else mask.ne(0).sum(1, keepdim=True)
         self.step.batch.begin(length, given)

@@ -7,7 +7,7 @@ suppressed end-of-sequence ids.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
@@ -18,20 +18,23 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.spread import moves_only
+from accelpatch.models.multimodal import of_prompts
 from accelpatch.runtime.code_watch import CODE
 from accelpatch.runtime.cpu.native_step import NativeRun, NativeRuntime, unknown
 
 # Arguments of generate()'s model calls that the loop supports besides those of a step.
-UNDERSTOOD = frozenset({"attention_mask", CACHE, "position_ids", "use_cache", "logits_to_keep", "tokenizer"})
+UNDERSTOOD = frozenset(
+    {"attention_mask", CACHE, "position_ids", "use_cache", "logits_to_keep", "tokenizer", "inputs_embeds"}
+)
 
 
 def stock_loop_because(
-    model: Any, config: Any, synced_gpus: bool, kwargs: dict[str, Any], understood: Container[str] = UNDERSTOOD
+    model: Any, config: Any, synced_gpus: bool, kwargs: dict[str, Any], understood: Collection[str] = UNDERSTOOD
 ) -> str | None:
     """Why transformers' own loop must run; None where `decode` can."""
     if reason := vars(model)[CODE].loop:
         return str(reason)
-    if extra := unknown(kwargs, understood):
+    if extra := unknown(kwargs, {*understood, *of_prompts(model)}):
         return f"the argument {extra}"
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         return "attentions or hidden states were asked for"

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from accelpatch.fusion.cache_name import CACHE, behind_checks
 from accelpatch.fusion.packed_rows import without_padding
+from accelpatch.models.multimodal import is_multimodal
 from accelpatch.modules.attention import WEIGHTS
 from accelpatch.modules.attention_settings import originals
 from accelpatch.modules.quantized_module import take_over
@@ -68,7 +69,7 @@ def patched_classes(model: nn.Module, runtime: NativeRuntime | CapturedRuntime) 
     Restoring the attributes undoes it. Models inside refuse the same methods as the whole.
     """
     runtime.code = CodeWatch(model)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) or is_multimodal(model):
         runtime.code.runtime = weakref.ref(runtime)
     found: list[tuple[nn.Module, str, Any]] = [(model, RUNTIME, runtime)]
     for one in with_parts(model):
@@ -132,7 +133,7 @@ def _looked_at_once(cls: Any, name: str) -> Any:
             return getattr(cls, name)(self, *args, **kwargs)
         with code:
             runtime = None if name != "forward" or code.runtime is None else code.runtime()
-            outputs = None if runtime is None else runtime.encoder_outputs(self, arguments(cls.forward, args, kwargs))
+            outputs = None if runtime is None else runtime.part_outputs(self, arguments(cls.forward, args, kwargs))
             return getattr(cls, name)(self, *args, **kwargs) if outputs is None else outputs
 
     return behind_checks(getattr(cls, name), call)

@@ -12,13 +12,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.fusion.cache_call import CacheCall, KeptCall
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.fused_model import FusedModel
+from accelpatch.fusion.rotary import of_one_axis
 from accelpatch.fusion.spread import computes_on
 from accelpatch.kernels.operation import is_eager, wants_gradient
+from accelpatch.models.multimodal import is_multimodal, of_no_step
+from accelpatch.models.multimodal import outputs_of as own_outputs
 from accelpatch.runtime import cache_form
 from accelpatch.runtime.cache_contents import attached
 from accelpatch.runtime.graphs import single_token
@@ -34,8 +36,9 @@ UNASKED = {"return_dict": True, "output_attentions": False}
 
 def why_not(model: Any, given: Mapping[str, Any]) -> str | None:
     """Why a call must run the modules; None where fused layers can. given: the call's arguments by name."""
+    known = {*SUPPORTED, HIDDEN_STATES, *(of_no_step(model) if _length(given) == 1 else ())}
     for name, value in given.items():
-        if name not in (*SUPPORTED, HIDDEN_STATES) and value is not None and value is not UNASKED.get(name):
+        if name not in known and value is not None and value is not UNASKED.get(name):
             return f"{name} was given"
     for name, unasked in UNASKED.items():
         if given.get(name) is None and getattr(model.config, name, unasked) is not unasked:
@@ -50,15 +53,36 @@ def why_not(model: Any, given: Mapping[str, Any]) -> str | None:
     past = 0 if cache is None else cache.get_seq_length()
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (ids.shape[0], past + ids.shape[1])):
         return "an attention mask of another shape than the ids"
+    if is_multimodal(model) and (reason := _of_media(model, given, past)):
+        return reason
     return _of_positions(positions, ids, packed=mask is None and not asks(model, given, "use_cache")) or _of_config(
         model, given
     )
+
+
+def _length(given: Mapping[str, Any]) -> int:
+    ids = given.get("input_ids")
+    return int(ids.shape[-1]) if isinstance(ids, Tensor) and ids.dim() else 0
+
+
+def _of_media(model: Any, given: Mapping[str, Any], past: int) -> str | None:
+    """Why a call of a multimodal model needs the modules, whose language model runs alone."""
+    if given.get("labels") is not None:
+        return "labels of a multimodal model"
+    if past and given.get("position_ids") is None:
+        return "no positions, which pictures before may have moved"
+    ids, table = given["input_ids"], model.get_input_embeddings()
+    if ids.shape[1] > 1 and bool((ids >= table.num_embeddings).any()):
+        return "tokens of pictures without pictures"
+    return None
 
 
 def _of_positions(positions: Any, ids: Tensor, packed: bool) -> str | None:
     """Why these positions need the modules. packed: whether transformers accepts several sequences in one row."""
     if positions is None:
         return None
+    if isinstance(positions, Tensor) and positions.dim() == 3 and ids.shape[1] == 1:
+        positions = of_one_axis(positions)
     if not isinstance(positions, Tensor) or positions.shape not in (ids.shape, (1, ids.shape[1])):
         return "positions of another shape than the ids"
     if positions.is_floating_point() or positions.dtype == torch.bool:
@@ -148,12 +172,14 @@ def call_of(model: Any, fused: FusedModel, given: Mapping[str, Any]) -> CacheCal
         if mask is not None and fused.positions is not None and fused.positions.of_mask:
             positions = (mask.long().cumsum(1) * mask - 1)[:, past:].long()
     mask = None if mask is None or bool(mask.all()) else mask.to(ids.device)
+    positions = of_one_axis(positions)
+    assert positions is not None
     return CacheCall(fused.decoder(), positions.to(ids.device).expand(ids.shape).contiguous(), mask, cache, past)
 
 
 def fused_forward(
     model: Any, fused: FusedModel, watched: Collection[int], given: Mapping[str, Any], call: CacheCall
-) -> CausalLMOutputWithPast:
+) -> Any:
     """The outputs of a call. watched: indices of the layers that run as modules."""
     ids = given["input_ids"]
     seen: list[Tensor] | None = [] if asks(model, given, HIDDEN_STATES) else None
@@ -175,14 +201,12 @@ def _kept(rows: Tensor, given: Mapping[str, Any]) -> Tensor:
     return rows[:, slice(-kept, None) if isinstance(kept, int) else kept]
 
 
-def outputs_of(
-    model: Any, given: Mapping[str, Any], call: CacheCall, logits: Tensor, hidden: Any = None
-) -> CausalLMOutputWithPast:
+def outputs_of(model: Any, given: Mapping[str, Any], call: CacheCall, logits: Tensor, hidden: Any = None) -> Any:
     """The outputs of a call."""
     loss = None
     if (labels := given.get("labels")) is not None:
         loss = model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size)
-    return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=hidden, **{CACHE: call.cache})
+    return own_outputs(model, loss=loss, logits=logits, hidden_states=hidden, **{CACHE: call.cache})
 
 
 def prompts_of(fused: FusedModel, graph: GraphOf) -> Prompts:

@@ -81,7 +81,7 @@ class CapturedModel:
         self._encoded: dict[tuple[int, Source], Encoded] = {}
         self._vocabulary = 0
         self._prompts: Prompts | None = None
-        self._calls: CapturedCalls | None = None
+        self._calls: dict[int, CapturedCalls] = {}  # by the id of the model or part
 
     @property
     def learned(self) -> bool:
@@ -179,7 +179,8 @@ class CapturedModel:
 
     def free(self, rows: int) -> None:
         """Free the graphs and their caches; the batch of `rows` stays, as a step may be using it."""
-        self._prompts = self._calls = None
+        self._prompts = None
+        self._calls.clear()
         self._steps.clear()
         self._encoded.clear()
         self._batches = {n: batch for n, batch in self._batches.items() if n == rows}
@@ -191,10 +192,9 @@ class CapturedModel:
         return self._prompts
 
     def calls(self, model: nn.Module) -> CapturedCalls:
-        """The captured calls of a model that does not generate."""
-        if self._calls is None:
-            self._calls = CapturedCalls(model, self.graph(next(model.parameters()).device))
-        return self._calls
+        """The captured calls of a model that does not generate, or of a part of a model."""
+        made = self._calls.get(id(model)) or CapturedCalls(model, self.graph(next(model.parameters()).device))
+        return self._calls.setdefault(id(model), made)
 
     def drafts(self, step: CapturedStep) -> Drafts | str | None:
         """The state for draft tokens, or why there are none; None where the recipe does not ask for them."""

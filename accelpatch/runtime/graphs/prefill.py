@@ -18,7 +18,9 @@ from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.decoder import layers_of
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.layer_description import LayerDescription
+from accelpatch.fusion.rotary import of_one_axis
 from accelpatch.kernels.hip.binding import weight_prefetch
+from accelpatch.models.multimodal import shows_media
 from accelpatch.runtime.graphs.batch import GraphOf
 from accelpatch.runtime.graphs.capture import Graph
 from accelpatch.runtime.graphs.step import CapturedStep
@@ -110,12 +112,17 @@ class Prompts:
 def why_not(step: CapturedStep, ids: Tensor, kwargs: dict[str, Any]) -> str | None:
     """Why the model's own forward must run the prompt ids[B, L]; None where fused layers can."""
     cache, mask, positions = kwargs[CACHE], kwargs.get("attention_mask"), kwargs.get("position_ids")
+    positions = None if positions is None else of_one_axis(positions)
     if step.fused is None or step.fused.no_prompts:
         return "no fused layers" if step.fused is None else step.fused.no_prompts
     if cache.get_seq_length():
         return "the cache holds tokens already"
     if positions is None or positions.shape != ids.shape or (mask is not None and mask.shape != ids.shape):
         return "positions or an attention mask of another shape than the ids"
+    if kwargs.get("inputs_embeds") is not None:
+        return "embeddings in place of ids"
+    if shows_media(kwargs):
+        return "pictures or sounds"
     return None
 
 
@@ -125,7 +132,8 @@ def prefill(step: CapturedStep, ids: Tensor, kwargs: dict[str, Any], graph: Grap
 
     chunk: as of FusedModel.prompt.
     """
-    mask, cache, positions = kwargs.get("attention_mask"), kwargs[CACHE], kwargs["position_ids"]
+    mask, cache, positions = kwargs.get("attention_mask"), kwargs[CACHE], of_one_axis(kwargs["position_ids"])
+    assert positions is not None
     if mask is not None and bool(mask.all()):
         mask = None
     fused = step.fused

@@ -20,6 +20,7 @@ from accelpatch.runtime.graphs.encoder_decoder_call import IDS, one_token
 from accelpatch.runtime.graphs.fused_forward import fused_outputs
 from accelpatch.runtime.graphs.kv_cache import capacity_for, grown
 from accelpatch.runtime.graphs.model_graphs import AdapterStates, CapturedModel
+from accelpatch.runtime.graphs.multimodal_parts import part_outputs
 from accelpatch.runtime.graphs.step import CapturedStep
 from accelpatch.runtime.model_runtime import ModelRuntime
 from accelpatch.runtime.watch import Watch
@@ -33,6 +34,7 @@ class CapturedRuntime(ModelRuntime):
     """
 
     _learning = False  # true while the modules run to find out what they cache
+    _prompting = False  # true while they run the prompt of a call over captured steps
 
     def __init__(self, graph: str = "auto", cache: str = "auto", max_length: int | None = None, speculate: str = "off"):
         super().__init__(graph, cache, max_length, speculate)
@@ -65,12 +67,28 @@ class CapturedRuntime(ModelRuntime):
             return one_token(self, model, given)
         return (fused_outputs if generates(model) else captured_outputs)(self, model, given)
 
-    def encoder_outputs(self, part: Any, given: Mapping[str, Any] | None) -> Any:
-        """As of ModelRuntime."""
+    def part_outputs(self, part: Any, given: Mapping[str, Any] | None) -> Any:
+        """As of ModelRuntime: of an encoder-decoder's encoder, and of the parts of a multimodal model."""
         model = self.code.model
-        if given is None or self._learning or self._busy or model is None or model.get_encoder() is not part:
+        if given is None or self._learning or model is None or (self._busy and not self._prompting):
             return None
-        return captured_outputs(self, part, given)
+        if model.config.is_encoder_decoder:
+            return captured_outputs(self, part, given) if model.get_encoder() is part else None
+        before = self._busy, self._prompting
+        self._busy = self._prompting = False  # or a part would find this thread within a call
+        try:
+            return part_outputs(self, model, part, given)
+        finally:
+            self._busy, self._prompting = before
+
+    @contextmanager
+    def prompting(self) -> Iterator[None]:
+        """Context manager within `alone`: the model's own forward runs a prompt, and its parts may take fast paths."""
+        self._prompting = True
+        try:
+            yield
+        finally:
+            self._prompting = False
 
     def ready(self, model: nn.Module, given: Mapping[str, Any]) -> bool:
         """Whether a single call of an encoder-decoder can be a captured step, as far as the model is concerned."""

@@ -35,12 +35,13 @@ class Shown:
     """What the tokens of a prompt see, as flash_attention takes it; nothing: all tokens up to their own.
 
     ranges[B, L, 2]: where padding is at the ends of a row; the window is in it. bias[B, 1, L, S] bool: where padding is
-    anywhere. window: as in flash_attention.
+    anywhere. window, causal: as in flash_attention.
     """
 
     ranges: Tensor | None = None
     bias: Tensor | None = None
     window: int = 0
+    causal: bool = True
 
 
 def shown(mask: Tensor | None, start: int, length: int, window: int) -> Shown:
@@ -61,12 +62,20 @@ def shown(mask: Tensor | None, start: int, length: int, window: int) -> Shown:
     return Shown(None, (given[:, None] & (at < own[:, None]))[:, None], window)
 
 
+def _visible(seen: Shown, length: int, keys: int, like: Tensor) -> Tensor:
+    """Boolean [B or 1, 1, L, S] of what the last `length` tokens see."""
+    given = visible(length, keys, seen.ranges, seen.causal, seen.window, like)
+    if given is None or seen.bias is None:
+        given = seen.bias if given is None else given
+        assert given is not None
+        return given
+    return given & seen.bias
+
+
 def module_mask(seen: Shown, length: int, keys: int, like: Tensor, blind: bool = False) -> Tensor:
     """Boolean [B or 1, 1, L, S] of what the last `length` tokens see, for a layer's module; one that sees nothing sees
     itself, so that its row is not NaN, which 0 * NaN would spread. blind: but for that."""
-    given = visible(length, keys, seen.ranges, True, seen.window, like)
-    assert given is not None
-    given = given if seen.bias is None else given & seen.bias
+    given = _visible(seen, length, keys, like)
     if blind:
         return given
     own = torch.eye(keys, dtype=torch.bool, device=like.device)[-length:]
@@ -75,10 +84,17 @@ def module_mask(seen: Shown, length: int, keys: int, like: Tensor, blind: bool =
 
 def rotate_reference_(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> None:
     """Norm and rotary embedding of q in place and of k into the cache, and v into the cache; in plain torch."""
-    batch, length = positions.shape
+    tables = rope.rotary_cos_sin(positions, shape.inv_freq, shape.rope_scaling, qkv.dtype)
+    rotate_by_tables_(qkv, *tables, keys, values, shape)
+
+
+def rotate_by_tables_(
+    qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape
+) -> None:
+    """As `rotate_reference_`, with the cosines and sines [B, L, R] of each token."""
+    batch, length = cos.shape[:2]
     heads = qkv.view(batch, length, -1, shape.size).transpose(1, 2)
     q, k, v = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
-    cos, sin = rope.rotary_cos_sin(positions, shape.inv_freq, shape.rope_scaling, qkv.dtype)
     for part, weight, out in ((q, shape.q_norm, q), (k, shape.k_norm, keys[:, :, :length])):
         normed = part if weight is None else rmsnorm.reference(part, weight, shape.eps, shape.plus_one)
         out.copy_(rotated(normed, cos, sin))
@@ -122,7 +138,7 @@ def attend(qkv: Tensor, positions: Tensor, seen: Shown, keys: Tensor, values: Te
     batch, length = positions.shape
     q = qkv.view(batch, length, -1, shape.size)[:, :, : shape.heads].transpose(1, 2)
     y: Tensor = flash_attention.function(
-        q, keys, values, seen.ranges, seen.bias, None, True, seen.window, shape.softcap, shape.scaling
+        q, keys, values, seen.ranges, seen.bias, None, seen.causal, seen.window, shape.softcap, shape.scaling
     )
     return y.view(batch * length, -1)
 
@@ -135,9 +151,7 @@ def attend_by_torch(
     batch, length = positions.shape
     q = qkv.view(batch, length, -1, shape.size)[:, :, : shape.heads].transpose(1, 2)
     k, v = (one.repeat_interleave(shape.heads // shape.kv_heads, 1) for one in (keys, values))
-    mask = visible(length, k.shape[2], seen.ranges, True, seen.window, q)
-    assert mask is not None
-    mask = mask if seen.bias is None else mask & seen.bias
+    mask = _visible(seen, length, k.shape[2], q)
     if eager:
         scores = q @ k.transpose(2, 3) * shape.scaling
         scores = (scores / shape.softcap).tanh() * shape.softcap if shape.softcap else scores

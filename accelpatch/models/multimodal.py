@@ -1,0 +1,107 @@
+"""Multimodal models and answer in text: their language model, and what of a call concerns its prompt alone.
+
+Each has towers for pictures or sounds, whose outputs take the places of tokens in a prompt. Every later step is one of
+the language model and the head alone, as of a causal language model.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import ModelOutput
+
+from accelpatch import own_code
+
+# Classes whose steps are those of the language model, with the positions that the call has, and the head.
+CLASSES = frozenset(
+    f"{name}ForConditionalGeneration"
+    for name in (
+        "AyaVision", "Gemma3", "Idefics3", "InternVL", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3", "Qwen2Audio",
+        "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "SmolVLM", "Voxtral",
+    )
+)  # fmt: skip
+# Arguments that mark the tokens of pictures: Gemma's, which see each other, and Qwen's.
+KINDS, MODALITIES = "token_type_ids", "mm_token_type_ids"
+# Arguments with pictures or sounds, or what a tower made of them: they fill a prompt, and no later step reads them.
+MEDIA = frozenset(
+    {
+        "pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_hidden_states", "input_features",
+        "mm_encoder_outputs",
+    }
+)  # fmt: skip
+# Arguments that say where they lie and of which size they are. A step that is given its positions does not use them.
+PLACES = frozenset(
+    {
+        "image_sizes", "image_sizes_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts",
+        MODALITIES, "feature_attention_mask", "batch_num_images", "vision_feature_layer",
+        "vision_feature_select_strategy",
+    }
+)  # fmt: skip
+NONE: frozenset[str] = frozenset()
+
+
+def language_model(model: Any) -> tuple[str, Any] | None:
+    """(dotted path, module) of the language model in a model of CLASSES; None for any other model."""
+    if not is_multimodal(model):
+        return None
+    decoder = model.get_decoder()
+    return next(((name, one) for name, one in model.named_modules() if one is decoder and name), None)
+
+
+def is_multimodal(model: Any) -> bool:
+    """Whether a model, patched or not, is one of CLASSES."""
+    cls: Any = type(model)
+    return _of_class(cls)
+
+
+@functools.lru_cache
+def _of_class(cls: Any) -> bool:
+    return own_code.base_of(cls).__name__ in CLASSES
+
+
+def of_prompts(model: Any) -> frozenset[str]:
+    """Arguments of generate() that concern the prompt alone."""
+    return MEDIA | PLACES | {KINDS} if is_multimodal(model) else NONE
+
+
+def of_no_step(model: Any) -> frozenset[str]:
+    """Arguments of a call for one more token that change nothing, where its positions are given."""
+    return PLACES if is_multimodal(model) else NONE
+
+
+def shows_media(given: Mapping[str, Any]) -> bool:
+    """Whether the arguments of a prompt hold pictures or sounds, or mark tokens as theirs."""
+    values = (given.get(name) for name in MEDIA)
+    if any(value is not None and value != {} for value in values if not isinstance(value, Tensor)):
+        return True
+    if any(isinstance(given.get(name), Tensor) for name in MEDIA):
+        return True
+    marks = (given.get(name) for name in (KINDS, MODALITIES))
+    return any(mark is not None and bool(mark.any()) for mark in marks)
+
+
+def outputs_of(model: Any, **made: Any) -> Any:
+    """What the model's forward returns, of the class that it says."""
+    cls: Any = type(model)
+    return _outputs_class(cls)(**made)
+
+
+@functools.lru_cache
+def _outputs_class(cls: Any) -> Any:
+    if not _of_class(cls):
+        return CausalLMOutputWithPast
+    base: Any = own_code.base_of(cls)
+    said = inspect.signature(base.forward).return_annotation
+    if isinstance(said, str):
+        names = [name.strip() for name in said.split("|")]
+        module = inspect.getmodule(base)
+        classes = [getattr(module, name, None) for name in names]
+    else:
+        classes = [said, *get_args(said)]
+    made = (one for one in classes if isinstance(one, type) and issubclass(one, ModelOutput))
+    return next(made, CausalLMOutputWithPast)

@@ -1,0 +1,151 @@
+"""The parts of a multimodal model, as its own forward calls them in a prompt: the language model's layers are
+fused, and towers whose calls come again are graphs.
+
+The model's own forward puts what towers made among the embeddings of the text. What the language model gets then is
+no ids, but the embeddings of all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from accelpatch.fusion.cache_call import CacheCall
+from accelpatch.fusion.cache_name import CACHE
+from accelpatch.fusion.fused_model import FusedModel
+from accelpatch.fusion.rotary import of_one_axis
+from accelpatch.kernels.operation import is_eager, wants_gradient
+from accelpatch.models.multimodal import language_model
+from accelpatch.runtime import cache_form
+from accelpatch.runtime.graphs.calls import captured_outputs
+from accelpatch.runtime.graphs.fused_forward import UNASKED, asks, reads_blind_tokens
+
+FORWARD = "fused layers of a prompt's embeddings"
+EMBEDDINGS = "inputs_embeds"
+# The last is for the head, and comes along where a model hands on whatever it is given.
+SUPPORTED = (EMBEDDINGS, "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep")
+#: transformers' kinds of masks -> whether they are of layers with a window
+KINDS = {"full_attention": False, "sliding_attention": True}
+DEEP = ("visual_pos_masks", "deepstack_visual_embeds")  # what is added to pictures' tokens behind the first layers
+
+
+def part_outputs(runtime: Any, model: Any, part: Any, given: Mapping[str, Any]) -> Any:
+    """Outputs of a call of a part of a multimodal model; None where the part's modules must run."""
+    found = language_model(model)
+    if found is None:
+        return None
+    if found[1] is part:
+        return language_outputs(runtime, model, part, given)
+    return None if _around(part, found[1]) else captured_outputs(runtime, part, given)
+
+
+def _around(part: Any, inner: Any) -> bool:
+    return any(one is inner for one in part.modules())
+
+
+def why_not(given: Mapping[str, Any]) -> str | None:
+    """Why the language model's modules must run a call with these arguments; None where fused layers can."""
+    for name, value in given.items():
+        idle = value is None or value is False or value is UNASKED.get(name)
+        if name not in (*SUPPORTED, *DEEP) and not idle:
+            return f"{name} was given"
+    embeds, mask, positions, cache = (given.get(name) for name in SUPPORTED[:4])
+    if not isinstance(embeds, Tensor) or embeds.dim() != 3 or embeds.shape[1] < 2:
+        return "no embeddings of several tokens"
+    if cache is not None and (reason := cache_form.why_not(cache)):
+        return reason
+    past = 0 if cache is None else cache.get_seq_length()
+    if reason := _of_masks(mask, len(embeds), embeds.shape[1], past):
+        return reason
+    if positions is not None and (
+        not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dim() not in (2, 3)
+    ):
+        return "positions of another form than [B, L] or [3, B, L]"
+    return None
+
+
+def _of_masks(mask: Any, rows: int, length: int, past: int) -> str | None:
+    if isinstance(mask, dict):
+        fit = mask.keys() <= KINDS.keys() and all(
+            isinstance(one, Tensor) and one.shape in ((rows, 1, length, length), (1, 1, length, length))
+            for one in mask.values()
+        )
+        return None if fit and not past else "attention masks of another form than [B, 1, L, L], or over a cache"
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (rows, past + length)):
+        return "an attention mask of another shape than [B, L]"
+    return None
+
+
+def language_outputs(runtime: Any, model: Any, part: Any, given: Mapping[str, Any]) -> BaseModelOutputWithPast | None:
+    """Normalised hidden states of the language model after a prompt's embeddings, by fused layers over the caller's
+    cache; None where its modules must run."""
+    if not is_eager() or wants_gradient(model.parameters()) or torch.is_grad_enabled():
+        return None
+    if why_not(given) is not None or not runtime.lock.acquire(blocking=False):
+        return None
+    try:
+        fused, watched = runtime.fused(model)
+        if fused is None or not fused.places - set(watched) or fused.no_prompts is not None:
+            return None
+        made = DynamicCache(config=part.config) if asks(part, given, "use_cache") else None
+        call = _call(fused, given, made if given.get(CACHE) is None else given[CACHE])
+        if call is None or (call.cache is not None and cache_form.misfit(call.cache, fused.cached) is not None):
+            return None
+        nothing = any(not bool(one.any(-1).all()) for one in (call.masks or {}).values())
+        call.blind = nothing or reads_blind_tokens(fused, {}, call, hidden=True)
+        runtime.paths[FORWARD + fused.exceptions_with(watched)] += 1
+        x = fused.positioned(given[EMBEDDINGS], call.positions)
+        x, deep = _with_pictures(fused, x, call, watched, *(given.get(name) for name in DEEP))
+        rest = range(deep, len(fused.layers))
+        normal = fused.normal(*fused.run(x, call, watched, places=rest))
+        return BaseModelOutputWithPast(last_hidden_state=normal.view(given[EMBEDDINGS].shape), **{CACHE: call.cache})
+    finally:
+        runtime.lock.release()
+
+
+def _with_pictures(
+    fused: FusedModel, x: Tensor, call: CacheCall, watched: Sequence[int], shown: Tensor | None, added: Any
+) -> tuple[Tensor, int]:
+    """(rows behind the first layers, how many layers that are): to each a tower's further outputs are added, added[i]
+    [M, K] to the M tokens of pictures, which `shown`[B, L] marks."""
+    if shown is None or not added:
+        return x, 0
+    rows = shown.flatten().nonzero()[:, 0].to(x.device)
+    for place, one in enumerate(added):
+        x, pending = fused.run(x, call, watched, places=[place])
+        x = x.clone() if pending is None else x + pending
+        x.index_add_(0, rows, one.to(x.device, x.dtype))
+    return x, len(added)
+
+
+def _call(fused: FusedModel, given: Mapping[str, Any], cache: Any) -> CacheCall | None:
+    """The CacheCall for these arguments; None where positions differ by axis, and the layers do not take those."""
+    embeds, mask = given[EMBEDDINGS], given.get("attention_mask")
+    past, axes = 0 if cache is None else cache.get_seq_length(), None
+    positions = given.get("position_ids")
+    if positions is None:
+        positions = torch.arange(past, past + embeds.shape[1])[None]
+    positions = positions.to(embeds.device)
+    if (flat := of_one_axis(positions)) is None:
+        if fused.axes is None or fused.spread is not None:
+            return None
+        axes = positions[-3:].expand(3, *embeds.shape[:2])
+        flat = axes[0]
+    masks = None
+    if isinstance(mask, dict):
+        masks, mask = {KINDS[name]: _booleans(one).to(embeds.device) for name, one in mask.items()}, None
+        if {layer.attention.window > 0 for layer in fused.fused_layers} - masks.keys():
+            return None
+    mask = None if mask is None or bool(mask.all()) else mask.to(embeds.device)
+    places = flat.expand(embeds.shape[:2]).contiguous()
+    return CacheCall(fused.decoder(), places, mask, cache, past, axes=axes, axis=fused.axes, masks=masks)
+
+
+def _booleans(mask: Tensor) -> Tensor:
+    """What a mask shows: transformers' masks are true there, or 0."""
+    return mask if mask.dtype == torch.bool else mask == 0
