@@ -28,7 +28,7 @@ class LaidOutLayer(Replacement, Generic[Computed]):
     hidden states, in their order.
     """
 
-    transient = ("_fused", "_seen", "_dropouts", "_held")
+    transient: tuple[str, ...] = ("_fused", "_seen", "_dropouts", "_held")
     positional: tuple[str, ...]
     wanted: bool
     _fused: Computed | None = None

@@ -20,7 +20,10 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "models": ("errors cache own_code", "transformers huggingface_hub gguf safetensors"),
     "patching": ("recipe device report progress own_code errors", "lm_eval"),  # lm_eval: scores, an optional package
     "replacers": ("patching modules quant kernels models.family device own_code errors", ""),
-    "fusion": ("patching modules quant kernels models.family models.encoders device own_code errors", "transformers"),
+    "fusion": (
+        "patching modules quant kernels models.family models.encoders models.encoder_decoders device own_code errors",
+        "transformers",
+    ),
     # models.family: whose logits are scaled, which a loss over chunks must know
     "runtime": ("kernels modules fusion models.family report device own_code errors", "transformers"),
     "checkpoints": ("replacers patching modules quant models recipe report device errors", "transformers safetensors"),
