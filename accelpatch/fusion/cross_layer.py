@@ -172,6 +172,7 @@ class FusedCrossLayer(LaidOutLayer[FusedCross]):
 
     def _by_step(self, fused: FusedCross, x: Tensor, given: Mapping[str, Any], step: CrossStep) -> Any:
         own: Any = part_of(self, self.form.own.module)
+        step.ran.add(own.layer_idx)
         attention = StepAttention(fused, step, own.layer_idx, given.get(CROSS_MASK) is not None)
         attend, bias = attention.own, None
         if self.form.bias:

@@ -45,14 +45,15 @@ class CrossCache:
 
 @dataclass(eq=False)
 class CrossStep:
-    """One run of a step. positions[B, 1], slot[B], mask[B, L]: as of decode attention. own: layers of the cache of the
-    decoder's tokens."""
+    """One run of a step. positions[B, 1], slot[B], mask[B, L]: as of decode attention. own: has the layers of the cache
+    of the decoder's tokens. ran: gets the places of the layers that run fused."""
 
     positions: Tensor
     slot: Tensor
     mask: Tensor
     own: Any
     cross: CrossCache
+    ran: set[int] = field(default_factory=set)
     _appended: dict[bool, Tensor] = field(default_factory=dict)
     _biases: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 

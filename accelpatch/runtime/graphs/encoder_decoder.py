@@ -192,14 +192,21 @@ def _tensors(shapes: Sequence[Cached], rows: int, length: int) -> Any:
 
 
 class EncoderDecoderStep(CapturedStep):
-    """A CapturedStep of an encoder-decoder, for what the encoder gave."""
+    """A CapturedStep of an encoder-decoder, for what the encoder gave. ran: places of the layers that run fused."""
 
     def __init__(
         self, model: Any, batch: Batch, shapes: Sequence[Cached], capacity: int, graph: GraphOf, encoded: Encoded
     ):
         self.encoded = encoded
+        self.ran = set[int]()
         self.first_tokens: Any = None  # encoder_decoder_prompt.CapturedPrompts, made at the first call
         super().__init__(model, batch, shapes, capacity, graph)
+
+    @property
+    def exceptions(self) -> str:
+        """For a report: the layers that run as modules, where others are fused."""
+        rest = sorted(set(range(len(self.cache.layers))) - self.ran)
+        return f", but modules in layers {rest}" if rest else ""
 
     def _given(self) -> dict[str, Any]:
         """The arguments of the model's own forward."""
@@ -208,7 +215,7 @@ class EncoderDecoderStep(CapturedStep):
         masks = {"decoder_attention_mask": self.mask} | ({} if encoded.mask is None else {MASK: encoded.mask})
         both = EncoderDecoderCache(self.cache, encoded.cache)
         if encoded.read is not None:
-            setattr(both, STEP, CrossStep(batch.positions, batch.slot, self.mask, self.cache, encoded.read))
+            setattr(both, STEP, CrossStep(batch.positions, batch.slot, self.mask, self.cache, encoded.read, self.ran))
         given = {"decoder_input_ids": batch.tokens[:, None], OUTPUTS: BaseModelOutput(encoded.hidden), CACHE: both}
         return {**given, **masks, **places}
 
@@ -225,6 +232,13 @@ def call_why_not(model: Any, given: Mapping[str, Any]) -> str | None:
     if mask is not None and not (isinstance(mask, Tensor) and len(mask) == len(states[0])):
         return "an attention mask of another number of rows"
     return cache_why_not(given.get(CACHE))
+
+
+def hides_all(given: Mapping[str, Any]) -> bool:
+    """Whether the mask of a call hides every token of the encoder in some row: stock attends to all of them then. It
+    waits for the device."""
+    mask = given.get(MASK)
+    return mask is not None and mask.dim() == 2 and not bool(mask.ne(0).any(1).all())
 
 
 def cache_why_not(cache: Any) -> str | None:

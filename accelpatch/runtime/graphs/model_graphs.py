@@ -212,6 +212,8 @@ class CapturedModel:
         """How a step runs, for the report. watched: places of layers with hooks."""
         if step.fused:
             return FUSED if self.fused is None else FUSED + self.fused.exceptions_with(watched)
+        if isinstance(step, EncoderDecoderStep) and step.ran:
+            return FUSED + step.exceptions
         return MODULES + (self.why_not_fused or f"{step.batch.rows} rows")
 
     def _made(
@@ -250,10 +252,9 @@ class CapturedModel:
         try:
             if source is None or self.decoder is None:
                 return CapturedStep(*given)
-            key = batch.rows, source
-            if key not in self._encoded:
-                self._encoded[key] = Encoded(batch.rows, source, self.decoder, batch.device)
-            return EncoderDecoderStep(*given, self._encoded[key])
+            if (batch.rows, source) not in self._encoded:
+                self._encoded[batch.rows, source] = Encoded(batch.rows, source, self.decoder, batch.device)
+            return EncoderDecoderStep(*given, self._encoded[batch.rows, source])
         except torch.OutOfMemoryError:
             raise
         except (*CAPTURE_ERRORS, NotCaptured) as error:
