@@ -1,34 +1,35 @@
-"""A decoder layer of an encoder-decoder as few launches: one token of each row over static caches.
+"""A decoder layer of an encoder-decoder as few launches: one token of each row.
 
-With norms before attention and MLP (Whisper) a layer is nine launches: norm, q, k and v; cache write and attention; o
-and residual; norm and q; the two parts of attention to the encoder's tokens (cross_step.py); o and residual; norm, up
-and activation; down and residual. With norms behind (BART) each is one more. Prompts run the modules.
+In captured steps the caches are static (cross_step.py). Where a device captures none, as a CPU, they are transformers'
+own, attention is torch's, and calls of modules are saved. With norms before attention and MLP (Whisper) a layer is nine
+launches: norm, q, k and v; cache write and attention; o and residual; norm and q; the two parts of attention to the
+encoder's tokens; o and residual; norm, up and activation; down and residual. With norms behind (BART) each is one more.
+Prompts run the modules.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from accelpatch import own_code
 from accelpatch.device import probe
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.cannot_fuse import CannotFuse
-from accelpatch.fusion.cross_step import CrossStep, step_of
+from accelpatch.fusion.cross_attention import CacheAttention, StepAttention
+from accelpatch.fusion.cross_step import CrossStep, biased, filled, step_of
 from accelpatch.fusion.encoder_attention import head_size
-from accelpatch.fusion.fused_weights import concatenated_linear
+from accelpatch.fusion.fused_weights import concatenated_linear, on_cpu
 from accelpatch.fusion.laid_out import LaidOutLayer, held_by
 from accelpatch.fusion.sublayers import ACTIVATION_CLASSES, mlp, normed
 from accelpatch.kernels.attention_shape import AttentionShape, Zeros
 from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS
 from accelpatch.kernels.ops.attention import decode_attention
-from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
 from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
 from accelpatch.models.encoder_decoders import CrossForm, cross_form_of
 from accelpatch.models.encoders import part_of
@@ -38,25 +39,28 @@ from accelpatch.modules.replacement import adopt
 MASK, CROSS_MASK, STATES, BIAS = "attention_mask", "encoder_attention_mask", "encoder_hidden_states", "position_bias"
 CROSS_BIAS = "encoder_decoder_position_bias"
 ASKS = ("output_attentions", "output_hidden_states")
+IMPLEMENTATIONS = ("sdpa", "eager", None)  # of attention, whose masks torch's own takes
 Attend = Callable[[Tensor], Tensor]
+Linear = Any  # a FusedLinear, or Beside
 
 
 @dataclass(frozen=True, eq=False)
 class FusedCross:
     """What a layer computes once its weights are laid out. query: of the attention to the encoder's tokens. own, cross:
-    shapes of the two attentions."""
+    shapes of the two attentions. launches: whether few rows have norm and residual in the launches of linear layers."""
 
     form: CrossForm
-    qkv: FusedLinear
-    output: FusedLinear
-    query: FusedLinear
-    cross_output: FusedLinear
-    up: FusedLinear
-    down: FusedLinear
+    qkv: Linear
+    output: Linear
+    query: Linear
+    cross_output: Linear
+    up: Linear
+    down: Linear
     norms: tuple[FusedNorm, FusedNorm, FusedNorm]
     activation: str
     own: AttentionShape
     cross: AttentionShape
+    launches: bool
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,8 +80,11 @@ class FusedCross:
     def __call__(self, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
         """The layer on rows x[M, K], contiguous. attend: rows of q, k and v -> rows of attention's output. cross: rows
         of q -> rows of the attention to the encoder's tokens."""
-        if len(x) > MAX_GEMV_ROWS:
+        if len(x) > MAX_GEMV_ROWS or not self.launches:
             return self._many_rows(x, attend, cross)
+        return self._few_rows(x, attend, cross)
+
+    def _few_rows(self, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
         first, second, third = self.norms
         if self.form.post:
             x = first(self.output(attend(self.qkv(x)), residual=x))
@@ -88,7 +95,14 @@ class FusedCross:
         return self.down(self._inner(x, third), residual=x)
 
     def _inner(self, x: Tensor, norm: FusedNorm | None) -> Tensor:
-        return self.up(x, norm, gate=self.activation if self.gated else None)
+        if self.gated:
+            return self.up(x, norm, gate=self.activation)
+        return self.up_with_activation(x, norm)
+
+    @functools.cached_property
+    def up_with_activation(self) -> Any:
+        """The first linear layer of an MLP without a gate, with its activation."""
+        return replace(self.up, activation=self.activation)
 
     def _many_rows(self, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
         (first, second, third), post = self.norms, self.form.post
@@ -97,50 +111,20 @@ class FusedCross:
         taken, x = normed(first if post else second, made, x, self.query, post)
         made = self.cross_output.large_m(cross(self.query.large_m(taken)))
         taken, x = normed(second if post else third, made, x, self.up, post)
-        up = self.up if self.gated else self.up.without_activation
-        made = mlp(up, self.activation, self.down, self.gated, taken)
+        made = mlp(self.up, self.activation, self.down, self.gated, taken)
         return third.of_sum(x, made)[0] if post else x + made
-
-
-class StepAttention:
-    """The attentions of one layer in a step: place is its index in the caches."""
-
-    def __init__(self, fused: FusedCross, step: CrossStep, place: int, masked: bool):
-        self._fused, self._step, self._place, self._masked = fused, step, place, masked
-
-    def own(self, qkv: Tensor) -> Tensor:
-        """Rows of q, k and v[B, 3 H D] -> rows of the output[B, H D]; k and v are cached."""
-        step, held = self._step, self._step.own.layers[self._place]
-        args = (qkv, step.positions, step.slot, step.mask, held.keys, held.values, self._fused.own)
-        return decode_attention.decode_attention_(*args)
-
-    def own_with_bias(self, bias: Tensor, qkv: Tensor) -> Tensor:
-        """The same with scores to which bias[1 or B, H, 1, L] is added, which hides what the mask hides."""
-        shape, held = self._fused.own, self._step.own.layers[self._place]
-        q, k, v = qkv.view(len(qkv), 3, shape.heads, 1, shape.size).unbind(1)
-        keys, values = held.update(k, v)
-        made = functional.scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=shape.scaling)
-        return made.reshape(len(qkv), -1)
-
-    def cross(self, q: Tensor) -> Tensor:
-        """Rows of q[B, H D] -> rows of the output[B, H D]."""
-        step, held = self._step, self._step.cross
-        keys, values = held.held[self._place]
-        appended = step.appended(self._masked)[:, self._place].flatten(1)
-        ends, mask = (held.ends, held.mask) if self._masked else (held.last, held.ones)
-        assert mask is not None
-        args = (torch.cat([q, appended], 1), step.positions, ends, mask, keys, values, self._fused.cross)
-        return decode_attention.decode_attention_(*args)
 
 
 class FusedCrossLayer(LaidOutLayer[FusedCross]):
     """The module in the place of a decoder layer of an encoder-decoder; steps of one token a row run fused.
 
-    memory: zeros for the attention kernels, shared by the layers of a model.
+    by_steps: whether those are captured ones alone. memory: zeros for the attention kernels, shared by the layers of a
+    model.
     """
 
     transient = (*LaidOutLayer.transient, "memory")
     form: CrossForm
+    by_steps: bool
     memory: Zeros | None = None
 
     def read(self) -> FusedCross:
@@ -154,48 +138,73 @@ class FusedCrossLayer(LaidOutLayer[FusedCross]):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """hidden_states[B, L, K] -> [B, L, K], or what else the original gives beside it."""
-        if not torch.compiler.is_compiling():
+        if hidden_states.shape[1] == 1 and not torch.compiler.is_compiling():
             given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
-            step = step_of(given.get(CACHE))
-            fused = None if step is None else self._covers(hidden_states, given, step)
-            if fused is not None and step is not None:
-                return self._by_step(fused, hidden_states, given, step)
+            fused = self._covers(hidden_states, given)
+            if fused is not None:
+                return self._by_step(fused, hidden_states, given)
         return super().forward(hidden_states, *args, **kwargs)
 
-    def _covers(self, x: Tensor, given: Mapping[str, Any], step: CrossStep) -> FusedCross | None:
-        """The fused form, where it computes such a call."""
-        if x.shape[1] != 1 or given.get(STATES) is None or any(given.get(name) for name in ASKS):
+    def _covers(self, x: Tensor, given: Mapping[str, Any]) -> FusedCross | None:
+        """The fused form, where it computes such a call of one token a row."""
+        if given.get(STATES) is None or any(given.get(name) for name in ASKS):
             return None
-        if given.get(CROSS_MASK) is not None and step.cross.mask is None:
+        step = step_of(given.get(CACHE))
+        if step is not None:
+            hidden = given.get(CROSS_MASK) is not None and step.cross.mask is None
+            return None if hidden or not self.by_steps else self.fused_now(x)
+        if self.by_steps or not filled(given.get(CACHE), self.place) or self._attention() not in IMPLEMENTATIONS:
             return None
         return self.fused_now(x)
 
-    def _by_step(self, fused: FusedCross, x: Tensor, given: Mapping[str, Any], step: CrossStep) -> Any:
-        own: Any = part_of(self, self.form.own.module)
-        step.ran.add(own.layer_idx)
-        attention = StepAttention(fused, step, own.layer_idx, given.get(CROSS_MASK) is not None)
+    @property
+    def place(self) -> int:
+        """Its index in the caches."""
+        return int(part_of(self, self.form.own.module).layer_idx)
+
+    def _attention(self) -> str | None:
+        return getattr(getattr(part_of(self, self.form.own.module), "config", None), "_attn_implementation", None)
+
+    def _by_step(self, fused: FusedCross, x: Tensor, given: Mapping[str, Any]) -> Any:
+        step, place, masks = step_of(given[CACHE]), self.place, (given.get(MASK), given.get(CROSS_MASK))
+        attention: Any = CacheAttention(fused, given[CACHE], place, masks)
+        if step is not None:
+            step.ran.add(place)
+            attention = StepAttention(fused, step, place, masks[1] is not None)
         attend, bias = attention.own, None
         if self.form.bias:
-            bias = step.biased(self._bias(own, given, step, x.dtype), given.get(MASK))
+            bias = self._bias(given, step, x.dtype)
             attend = functools.partial(attention.own_with_bias, bias)
         y = fused(x[:, 0].contiguous(), attend, attention.cross)[:, None]
         return y if bias is None else (y, bias, given.get(CROSS_BIAS))
 
-    def _bias(self, own: Any, given: Mapping[str, Any], step: CrossStep, dtype: torch.dtype) -> Tensor:
-        """The bias [1, H, 1, L] of the scores."""
-        bias: Tensor | None = given.get(BIAS)
-        if bias is not None:
-            return bias
-        length = step.own.layers[own.layer_idx].keys.shape[2]
-        if not own.has_relative_attention_bias:
-            return torch.zeros(1, own.n_heads, 1, length, dtype=dtype, device=step.slot.device)
-        made: Tensor = own.compute_bias(1, length, device=step.slot.device, past_seen_tokens=step.slot[0])
-        return made
+    def _bias(self, given: Mapping[str, Any], step: CrossStep | None, dtype: torch.dtype) -> Tensor:
+        """What is added to the scores [1 or B, H, 1, L]: the bias, with the lowest number where the mask hides."""
+        own: Any = part_of(self, self.form.own.module)
+        made: Tensor | None = given.get(BIAS)
+        if made is None:
+            past, length = _past(given[CACHE], step, self.place)
+            device = given[STATES].device
+            if own.has_relative_attention_bias:
+                made = own.compute_bias(1, length, device=device, past_seen_tokens=past)
+            else:
+                made = torch.zeros(1, own.n_heads, 1, length, dtype=dtype, device=device)
+        mask = given.get(MASK)
+        return biased(made, mask) if step is None else step.biased(made, mask)
 
 
-def made_of(layer: nn.Module, form: CrossForm) -> FusedCrossLayer:
+def _past(cache: Any, step: CrossStep | None, place: int) -> tuple[Any, int]:
+    """(tokens before the new one, number of keys of a layer)."""
+    if step is not None:
+        return step.slot[0], step.own.layers[place].keys.shape[2]
+    past = cache.self_attention_cache.get_seq_length(place)
+    return past, past + 1
+
+
+def made_of(layer: nn.Module, form: CrossForm, by_steps: bool) -> FusedCrossLayer:
     """The replacement of a layer; it runs the modules until `lay_out`."""
     new = adopt(FusedCrossLayer, layer)
+    new.by_steps = by_steps
     new.form, new.wanted, new.positional = form, False, positional_names(layer)
     return new
 
@@ -214,20 +223,20 @@ def read(layer: Any, form: CrossForm, memory: Zeros) -> FusedCross:
     if activation is None:
         raise CannotFuse(f"its activation is {type(part_of(layer, form.activation)).__name__}")
     first, second, third = (_norm(part_of(layer, name), form.rms) for name in form.norms)
-    dtype, gated = first.weight.dtype, len(form.up) > 1
+    dtype = first.weight.dtype
     vectors = [one for norm in (first, second, third) for one in (norm.weight, norm.bias) if one is not None]
     if any(one.dtype != dtype for one in vectors):
         raise CannotFuse("its norms are of several dtypes")
 
-    def linear(*names: str) -> FusedLinear:
-        return concatenated_linear([part_of(layer, name) for name in names], dtype, zeros=True)
+    def linear(*names: str) -> Linear:
+        modules = [part_of(layer, name) for name in names]
+        return (concatenated_linear if layer.by_steps else on_cpu)(modules, dtype, zeros=True)
 
     own, cross = form.own, form.cross
-    up = linear(*form.up)
-    up = up if gated else FusedLinear(up.weight, up.bias, activation=activation, prefer=up.prefer)
     return FusedCross(
-        form, linear(own.q, own.k, own.v), linear(own.o), linear(cross.q), linear(cross.o), up, linear(form.down),
-        (first, second, third), activation, _shape(layer, own, dtype, memory), _shape(layer, cross, dtype, memory),
+        form, linear(own.q, own.k, own.v), linear(own.o), linear(cross.q), linear(cross.o), linear(*form.up),
+        linear(form.down), (first, second, third), activation, _shape(layer, own, dtype, memory),
+        _shape(layer, cross, dtype, memory), layer.by_steps,
     )  # fmt: skip
 
 
@@ -250,7 +259,7 @@ def _shape(layer: Any, names: Any, dtype: torch.dtype, memory: Zeros) -> Attenti
     heads = part_of(layer, names.q).out_features // size
     nothing = torch.zeros(size // 2, device=device)  # no rotation: the angle is 0
     shape = AttentionShape(heads, heads, size, float(getattr(module, "scaling", 1.0)), nothing, memory=memory)
-    if reason := decode_attention.why_not(shape, dtype, probe(device)):
+    if layer.by_steps and (reason := decode_attention.why_not(shape, dtype, probe(device))):
         raise CannotFuse(reason)
     return shape
 

@@ -24,9 +24,9 @@ from accelpatch.models.encoders import part_of
 from accelpatch.patching.replacer import Choice, Reason, Replaced
 from accelpatch.patching.site import Site
 
-#: kinds of devices whose runtime captures no steps of an encoder-decoder
+#: kinds of devices whose runtime captures no steps of an encoder-decoder: layers run fused over transformers' caches
 WITHOUT_STEPS: Collection[str] = ("cpu",)
-NO_STEPS = "steps of an encoder-decoder are captured on GPUs alone"
+BY_STEPS = "by_steps"  # in the detail of a choice: whether captured steps alone run fused
 LAUNCHES, BEHIND, BIASED = 9, 3, 3  # more for norms behind each part, and for scores with a bias
 
 
@@ -35,8 +35,6 @@ def propose(site: Site, device: Device) -> Choice | Reason | None:
     layer = site.original
     if not is_cross_layer(layer):
         return None
-    if device.kind in WITHOUT_STEPS:
-        return Reason(NO_STEPS)
     form = cross_form_of(layer)
     if form is None:
         return Reason("its settings give it another form than the one that is known of its class")
@@ -46,6 +44,10 @@ def propose(site: Site, device: Device) -> Choice | Reason | None:
     dtype = part_of(layer, form.norms[0]).weight.dtype
     if form.bias and dtype == torch.float16:
         return Reason("its modules clamp float16, and fused layers do not")
+    by_steps = device.kind not in WITHOUT_STEPS
+    detail = {BY_STEPS: by_steps}
+    if not by_steps:
+        return Choice("torch", site.token_bytes, site.token_bytes, site.bytes, detail)
     shape = _shape(layer, form.own)
     if reason := decode_attention.why_not(shape, dtype, device):
         return Reason(reason)
@@ -53,7 +55,7 @@ def propose(site: Site, device: Device) -> Choice | Reason | None:
     more = BEHIND * form.post + BIASED * form.bias + (len(form.up) > 1 or activation not in INSIDE)
     kernel = f"{by}, {LAUNCHES + more} launches"
     libraries = (hip_attention.library(shape.size, dtype),) if by == "hip" else ()
-    return Choice(kernel, site.token_bytes, site.token_bytes, site.bytes, libraries=libraries)
+    return Choice(kernel, site.token_bytes, site.token_bytes, site.bytes, detail, libraries=libraries)
 
 
 def complete(site: Site, choice: Choice, replaced: Mapping[str, Replaced | None], device: Device) -> Choice:
@@ -68,10 +70,11 @@ def complete(site: Site, choice: Choice, replaced: Mapping[str, Replaced | None]
 
 def _reasons(site: Site, form: CrossForm, replaced: Mapping[str, Replaced | None], device: Device) -> Iterator[str]:
     """Why a layer runs its modules."""
+    if device.kind in WITHOUT_STEPS:
+        return
     yield from linear_reasons(site.path, form.linears, replaced, device)
-    places = [f"{site.path}.{name}" for name in form.linears]
-    for name, place in zip(form.linears, places, strict=True):
-        made = replaced.get(place)
+    for name in form.linears:
+        made = replaced.get(f"{site.path}.{name}")
         if device.kind != "cpu" and made is not None and made.kernel != "hip":
             yield f"{name} is {made.replacer} by {made.kernel}"
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import EncoderDecoderCache
 
 STEP = "accelpatch_step"  # attribute of a cache
 
@@ -65,19 +66,28 @@ class CrossStep:
         return self._appended[masked]
 
     def biased(self, bias: Tensor, mask: Tensor | None) -> Tensor:
-        """bias[1 or B, H, 1, L] where the mask shows a token, the lowest number elsewhere; made once a run. mask[B, 1,
-        1, L]: bool or additive."""
+        """`biased`, made once a run."""
         if id(bias) not in self._biases:
-            made = bias
-            if mask is not None:
-                lowest = torch.finfo(bias.dtype).min
-                made = torch.where(mask, bias, lowest) if mask.dtype == torch.bool else bias + mask
-            made = made.contiguous()
+            made = biased(bias, mask).contiguous()
             self._biases[id(bias)] = self._biases[id(made)] = (made, bias)  # held, so that their ids stay
         return self._biases[id(bias)][0]
+
+
+def biased(bias: Tensor, mask: Tensor | None) -> Tensor:
+    """bias[1 or B, H, 1, L] where the mask shows a token, the lowest number elsewhere. mask[B, 1, 1, L]: bool or
+    additive."""
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
 
 
 def step_of(cache: Any) -> CrossStep | None:
     """The step of which a cache is part, or None."""
     found: CrossStep | None = getattr(cache, STEP, None)
     return found
+
+
+def filled(cache: Any, place: int) -> bool:
+    """Whether a cache is transformers' own of an encoder-decoder, and a layer's keys and values of the encoder are
+    there."""
+    return type(cache) is EncoderDecoderCache and bool(cache.is_updated.get(place))

@@ -7,6 +7,7 @@ Weights that are contiguous with each other already are used as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -118,3 +119,27 @@ def _beside(biases: Sequence[Tensor | None], rows: Sequence[int] = ()) -> Tensor
     if len(held) < len(biases):
         raise CannotFuse("of q, k and v, or gate and up, only some have a bias")
     return concatenated(held)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Linear layers of one input whose weights stay apart: each is a call, and the columns are concatenated."""
+
+    parts: tuple[FusedLinear, ...]
+
+    def large_m(self, x: Any) -> Tensor:
+        """As of FusedLinear."""
+        return torch.cat([part.large_m(x) for part in self.parts], dim=-1)
+
+
+def on_cpu(modules: Sequence[Any], dtype: torch.dtype, zeros: bool = False) -> FusedLinear | Beside:
+    """As `concatenated_linear` on a CPU, whose packs would be copied: those stay apart. Raises CannotFuse."""
+    if all(getattr(module, "layout", None) is None for module in modules):
+        return concatenated_linear(modules, dtype, zeros)
+    parts = [_apart(module, dtype) for module in modules]
+    return parts[0] if len(parts) == 1 else Beside(tuple(parts))
+
+
+def _apart(module: Any, dtype: torch.dtype) -> FusedLinear:
+    layout = getattr(module, "layout", None)
+    return fused_linear(module, dtype) if layout is None else FusedLinear(layout, module.bias)

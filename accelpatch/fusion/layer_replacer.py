@@ -70,7 +70,7 @@ class FusedLayerReplacer(Replacer):
         if of_encoder is not None:
             return made_of(layer, of_encoder)
         if (of_both := cross_form_of(layer)) is not None:
-            return cross_layer.made_of(layer, of_both)
+            return cross_layer.made_of(layer, of_both, choice.detail[cross_replacer.BY_STEPS])
         assert form is not None
         new = adopt(ResidualNormLayer, layer)
         joined = _joined(layer, form)

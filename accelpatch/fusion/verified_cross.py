@@ -70,6 +70,8 @@ class Sample:
 
     def fused(self) -> Tensor:
         """The output [B, 1, K] of the fused layer."""
+        if not self.layer.by_steps:
+            return self._step(copy.deepcopy(self.caches))
         (rows, _, _), own = self.x.shape, self.caches.self_attention_cache
         cross = self.caches.cross_attention_cache.layers[self.place]
         length = own.get_seq_length(self.place)
@@ -87,7 +89,11 @@ class Sample:
         caches: Any = SimpleNamespace()
         step = CrossStep(slot[:, None], slot, seen, SimpleNamespace(layers=layers), read)
         setattr(caches, STEP, step)
-        given = {STATES: self.states, CROSS_MASK: self.shown, MASK: None, CACHE: caches}
+        return self._step(caches)
+
+    def _step(self, caches: Any) -> Tensor:
+        mask = None if self.shown is None else self.shown[:, :, -1:]
+        given = {STATES: self.states, CROSS_MASK: mask, MASK: None, CACHE: caches}
         return next(floats(self.layer.forward(self.x, **given)))
 
 
