@@ -25,10 +25,11 @@ from accelpatch.fusion.cross_attention import CacheAttention, StepAttention
 from accelpatch.fusion.cross_step import CrossStep, biased, filled, step_of
 from accelpatch.fusion.encoder_attention import head_size
 from accelpatch.fusion.fused_weights import concatenated_linear, on_cpu
-from accelpatch.fusion.laid_out import LaidOutLayer, held_by
+from accelpatch.fusion.laid_out import LaidOutLayer
 from accelpatch.fusion.sublayers import ACTIVATION_CLASSES, mlp, normed
 from accelpatch.kernels.attention_shape import AttentionShape, Zeros
 from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS
+from accelpatch.kernels.ops.activation.gated_activation import ACTIVATIONS, gated
 from accelpatch.kernels.ops.attention import decode_attention
 from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
 from accelpatch.models.encoder_decoders import CrossForm, cross_form_of
@@ -47,7 +48,8 @@ Linear = Any  # a FusedLinear, or Beside
 @dataclass(frozen=True, eq=False)
 class FusedCross:
     """What a layer computes once its weights are laid out. query: of the attention to the encoder's tokens. own, cross:
-    shapes of the two attentions. launches: whether few rows have norm and residual in the launches of linear layers."""
+    shapes of the two attentions. launches: whether few rows have norm and residual in the launches of linear layers.
+    place: its index in the caches. config: of its attention."""
 
     form: CrossForm
     qkv: Linear
@@ -61,6 +63,8 @@ class FusedCross:
     own: AttentionShape
     cross: AttentionShape
     launches: bool
+    place: int
+    config: Any
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,9 +84,22 @@ class FusedCross:
     def __call__(self, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
         """The layer on rows x[M, K], contiguous. attend: rows of q, k and v -> rows of attention's output. cross: rows
         of q -> rows of the attention to the encoder's tokens."""
-        if len(x) > MAX_GEMV_ROWS or not self.launches:
-            return self._many_rows(x, attend, cross)
-        return self._few_rows(x, attend, cross)
+        if not self.launches:
+            return self._by_calls(x, attend, cross)
+        by = self._many_rows if len(x) > MAX_GEMV_ROWS else self._few_rows
+        return by(x, attend, cross)
+
+    def _by_calls(self, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
+        """On a CPU: the fewest calls."""
+        (first, second, third), post = self.norms, self.form.post
+        x = x + self.output.large_m(attend(self.qkv.large_m(x if post else first(x))))
+        x = first(x) if post else x
+        x = x + self.cross_output.large_m(cross(self.query.large_m(x if post else second(x))))
+        x = second(x) if post else x
+        y = self.up.large_m(x if post else third(x))
+        y = gated(y, self.activation) if self.gated else ACTIVATIONS[self.activation](y)
+        x = x + self.down.large_m(y)
+        return third(x) if post else x
 
     def _few_rows(self, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
         first, second, third = self.norms
@@ -131,10 +148,9 @@ class FusedCrossLayer(LaidOutLayer[FusedCross]):
         """As of LaidOutLayer."""
         return read(self, self.form, self.memory or Zeros())
 
-    def weights(self) -> tuple[Any, ...]:
+    def parts(self) -> list[Any]:
         """As of LaidOutLayer."""
-        names = (*self.form.linears, *self.form.norms)
-        return (*(held_by(part_of(self, name)) for name in names),)
+        return [part_of(self, name) for name in (*self.form.linears, *self.form.norms)]
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """hidden_states[B, L, K] -> [B, L, K], or what else the original gives beside it."""
@@ -153,7 +169,9 @@ class FusedCrossLayer(LaidOutLayer[FusedCross]):
         if step is not None:
             hidden = given.get(CROSS_MASK) is not None and step.cross.mask is None
             return None if hidden or not self.by_steps else self.fused_now(x)
-        if self.by_steps or not filled(given.get(CACHE), self.place) or self._attention() not in IMPLEMENTATIONS:
+        if self.by_steps or self._fused is None or not filled(given.get(CACHE), self._fused.place):
+            return None
+        if getattr(self._fused.config, "_attn_implementation", None) not in IMPLEMENTATIONS:
             return None
         return self.fused_now(x)
 
@@ -162,11 +180,8 @@ class FusedCrossLayer(LaidOutLayer[FusedCross]):
         """Its index in the caches."""
         return int(part_of(self, self.form.own.module).layer_idx)
 
-    def _attention(self) -> str | None:
-        return getattr(getattr(part_of(self, self.form.own.module), "config", None), "_attn_implementation", None)
-
     def _by_step(self, fused: FusedCross, x: Tensor, given: Mapping[str, Any]) -> Any:
-        step, place, masks = step_of(given[CACHE]), self.place, (given.get(MASK), given.get(CROSS_MASK))
+        step, place, masks = step_of(given[CACHE]), fused.place, (given.get(MASK), given.get(CROSS_MASK))
         attention: Any = CacheAttention(fused, given[CACHE], place, masks)
         if step is not None:
             step.ran.add(place)
@@ -236,7 +251,8 @@ def read(layer: Any, form: CrossForm, memory: Zeros) -> FusedCross:
     return FusedCross(
         form, linear(own.q, own.k, own.v), linear(own.o), linear(cross.q), linear(cross.o), linear(*form.up),
         linear(form.down), (first, second, third), activation, _shape(layer, own, dtype, memory),
-        _shape(layer, cross, dtype, memory), layer.by_steps,
+        _shape(layer, cross, dtype, memory), layer.by_steps, layer.place,
+        getattr(part_of(layer, own.module), "config", None),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from accelpatch import own_code
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.encoder_attention import MASK, ROTARY, EncoderAttention, head_size, scaling
 from accelpatch.fusion.fused_weights import concatenated_linear
-from accelpatch.fusion.laid_out import LaidOutLayer, held_by
+from accelpatch.fusion.laid_out import LaidOutLayer
 from accelpatch.fusion.packed_rows import Packing, present
 from accelpatch.fusion.sublayers import ACTIVATION_CLASSES, mlp, normed
 from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
@@ -84,10 +84,9 @@ class FusedEncoderLayer(LaidOutLayer[FusedEncoder]):
         """As of LaidOutLayer."""
         return read(self, self.form)
 
-    def weights(self) -> tuple[Any, ...]:
-        """As of LaidOutLayer; of scales too."""
-        parts = (part_of(self, name) for name in (*self.form.linears, *self.form.norms))
-        return (*map(held_by, parts), *(part_of(self, name).data_ptr() for name in self.form.scales))
+    def parts(self) -> list[Any]:
+        """As of LaidOutLayer."""
+        return [part_of(self, name) for name in (*self.form.linears, *self.form.norms, *self.form.scales)]
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """hidden_states[B, L, K] -> [B, L, K], or a tuple of it, as the original gives it."""

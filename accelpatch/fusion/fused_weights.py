@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.kernels.layouts.layout import concatenated
@@ -132,10 +133,23 @@ class Beside:
         return torch.cat([part.large_m(x) for part in self.parts], dim=-1)
 
 
-def on_cpu(modules: Sequence[Any], dtype: torch.dtype, zeros: bool = False) -> FusedLinear | Beside:
+@dataclass(frozen=True)
+class OfTorch:
+    """A linear layer by torch's own function."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def large_m(self, x: Tensor) -> Tensor:
+        """As of FusedLinear."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+def on_cpu(modules: Sequence[Any], dtype: torch.dtype, zeros: bool = False) -> FusedLinear | OfTorch | Beside:
     """As `concatenated_linear` on a CPU, whose packs would be copied: those stay apart. Raises CannotFuse."""
     if all(getattr(module, "layout", None) is None for module in modules):
-        return concatenated_linear(modules, dtype, zeros)
+        made = concatenated_linear(modules, dtype, zeros)
+        return OfTorch(made.weight.w, made.bias) if isinstance(made.weight, Plain) else made
     parts = [_apart(module, dtype) for module in modules]
     return parts[0] if len(parts) == 1 else Beside(tuple(parts))
 
