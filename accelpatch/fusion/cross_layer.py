@@ -169,11 +169,10 @@ class FusedCrossLayer(LaidOutLayer[FusedCross]):
         if step is not None:
             hidden = given.get(CROSS_MASK) is not None and step.cross.mask is None
             return None if hidden or not self.by_steps else self.fused_now(x)
-        if self.by_steps or self._fused is None or not filled(given.get(CACHE), self._fused.place):
+        fused = None if self.by_steps else self.fused_now(x)
+        if fused is None or not filled(given.get(CACHE), fused.place):
             return None
-        if getattr(self._fused.config, "_attn_implementation", None) not in IMPLEMENTATIONS:
-            return None
-        return self.fused_now(x)
+        return fused if getattr(fused.config, "_attn_implementation", None) in IMPLEMENTATIONS else None
 
     @property
     def place(self) -> int:
