@@ -20,7 +20,7 @@ from torch import nn
 from accelpatch import calibration
 from accelpatch import device as devices
 from accelpatch.fusion.verified import check_layers
-from accelpatch.fusion.verified_cross import check_cross, cross_layers, share_memory
+from accelpatch.fusion.verified_cross import check_cross, cross_layers, one_memory
 from accelpatch.fusion.verified_encoders import check_encoders, encoder_layers, lay_out
 from accelpatch.kernels import added, measured, who_runs
 from accelpatch.kernels.check.while_running import checked
@@ -170,7 +170,7 @@ def fuse_encoders(model: nn.Module, request: Request, captured: Captured, report
 def fuse_cross(model: nn.Module, request: Request, captured: Captured, report: Report) -> None:
     """The same for decoder layers of an encoder-decoder, which steps run by the model's own forward."""
     layers = cross_layers(model)
-    share_memory(layers)
+    one_memory(layers)
     _fuse_apart("the fused layers of the decoder", layers, check_cross, request, captured, report)
 
 

@@ -34,7 +34,7 @@ def cross_layers(model: nn.Module) -> dict[str, FusedCrossLayer]:
     return {path: one for path, one in model.named_modules() if isinstance(one, FusedCrossLayer)}
 
 
-def share_memory(layers: Mapping[str, FusedCrossLayer]) -> None:
+def one_memory(layers: Mapping[str, FusedCrossLayer]) -> None:
     """Give the layers of a model one set of counters: they run one after the other."""
     memory = Zeros()
     for layer in layers.values():

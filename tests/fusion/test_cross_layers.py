@@ -32,7 +32,7 @@ FUSED = [name for name in FAMILIES if name != "umt5"]  # each of whose layers ha
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU stands for a GPU."""
-    monkeypatch.setitem(capture.GRAPHS, "cpu", StrictGraph)  # type: ignore[arg-type]
+    monkeypatch.setitem(capture.GRAPHS, "cpu", StrictGraph)
     monkeypatch.setattr(cross_replacer, "WITHOUT_STEPS", ())
 
 
@@ -168,7 +168,7 @@ def test_quantised_layers_on_a_cpu_are_as_their_modules(name: str, recipe: str) 
 def test_a_hook_inside_a_layer_runs_its_modules() -> None:
     model, seen = patched(model_of("bart")), list[int]()
     due = model.generate(**texts(), max_new_tokens=8, do_sample=False)
-    layer = next(iter(cross_layers(model).values()))
+    layer: Any = next(iter(cross_layers(model).values()))
     handle = layer.fc1.register_forward_hook(lambda *args: seen.append(1))
     with counted() as calls:
         made = model.generate(**texts(), max_new_tokens=8, do_sample=False)
