@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 STEP = "accelpatch_step"  # attribute of a cache
 
@@ -88,6 +88,8 @@ def step_of(cache: Any) -> CrossStep | None:
 
 
 def filled(cache: Any, place: int) -> bool:
-    """Whether a cache is transformers' own of an encoder-decoder, and a layer's keys and values of the encoder are
-    there."""
-    return type(cache) is EncoderDecoderCache and bool(cache.is_updated.get(place))
+    """Whether a cache is transformers' own of an encoder-decoder, one that grows, and a layer's keys and values of the
+    encoder are there."""
+    if type(cache) is not EncoderDecoderCache or not cache.is_updated.get(place):
+        return False
+    return type(cache.self_attention_cache) is type(cache.cross_attention_cache) is DynamicCache
