@@ -203,7 +203,7 @@ class FusedCrossLayer(LaidOutLayer[FusedCross]):
                 made = own.compute_bias(1, length, device=device, past_seen_tokens=past)
             else:
                 made = torch.zeros(1, own.n_heads, 1, length, dtype=dtype, device=device)
-        mask = given.get(MASK)
+        made, mask = made.to(dtype), given.get(MASK)
         return biased(made, mask) if step is None else step.biased(made, mask)
 
 

@@ -114,7 +114,9 @@ def test_encoders_of_other_lengths_masks_and_begun_texts(on: str, request: pytes
     for name in ("m2m100", "t5"):
         model = model_of(name)
         cases: list[dict[str, Any]] = [texts(length) for length in (40, 9, 70)]
-        cases.append({**texts(), "decoder_input_ids": torch.tensor([[3, 9, 12], [3, 11, 7], [3, 8, 8]])})
+        begun = torch.tensor([[3, 9, 12], [3, 11, 7], [3, 8, 8]])
+        cases.append({**texts(), "decoder_input_ids": begun})
+        cases.append({**cases[-1], "decoder_attention_mask": begun.ne(11).long()})
         with torch.no_grad():
             states = model.get_encoder()(**texts(20))
         cases.append({"encoder_outputs": states, "attention_mask": texts(20)["attention_mask"]})
