@@ -283,36 +283,3 @@ def test_a_refusal_names_the_layer_and_changes_nothing(action: str, form: str) -
     assert torch.equal(logits(model, full_batch()), before)
     accelpatch.unpatch(model)
     REFUSED[action](model.get_submodule(PATH))
-
-
-def test_a_weight_is_unpacked_when_it_is_computed_with_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T5's MLP asks for the dtype of a weight at every call."""
-    model = packed()
-    layer, unpacked = model.get_submodule(PATH), list[Any]()
-    own = type(layer).dequantized
-
-    def dequantized(self: Any) -> Tensor:
-        unpacked.append(self)
-        made: Tensor = own(self)
-        return made
-
-    monkeypatch.setattr(type(layer), "dequantized", dequantized)
-    weight: Any = layer.weight
-    assert (weight.dtype, tuple(weight.shape), weight.device.type) == (torch.float32, (64, 96), "cpu")
-    assert isinstance(weight, Tensor)
-    assert not unpacked
-    due = own(layer)
-    assert torch.equal(weight + 0, due)
-    assert torch.equal(weight.t()[3], due.t()[3])
-    assert len(unpacked) == 1
-
-
-def test_a_view_that_was_not_computed_with_keeps_the_values_of_its_time() -> None:
-    model = packed()
-    layer: Any = model.get_submodule(PATH)
-    due, weight = layer.dequantized(), layer.weight
-    state = {name: one.clone() for name, one in model.state_dict().items()}
-    state[f"{PATH}.q"] = -state[f"{PATH}.q"]
-    model.load_state_dict(state)
-    assert torch.equal(copy.deepcopy(weight), due)
-    assert torch.equal(layer.weight + 0, -due)
