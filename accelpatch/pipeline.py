@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -20,6 +20,7 @@ from torch import nn
 from accelpatch import calibration
 from accelpatch import device as devices
 from accelpatch.fusion.verified import check_layers
+from accelpatch.fusion.verified_cross import check_cross, cross_layers, one_memory
 from accelpatch.fusion.verified_encoders import check_encoders, encoder_layers, lay_out
 from accelpatch.kernels import added, measured, who_runs
 from accelpatch.kernels.check.while_running import checked
@@ -27,6 +28,7 @@ from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.ops.linear import float_linear
 from accelpatch.models.checkpoint import sha256
+from accelpatch.models.encoder_decoders import is_cross_layer
 from accelpatch.models.encoders import layer_roles
 from accelpatch.models.family import roles_of
 from accelpatch.models.inputs import sample_inputs
@@ -62,7 +64,10 @@ def plan_of(model: nn.Module, recipe: recipes.Recipe, device: devices.Device | N
     devices.forget_compilers()
     if recipe.runtime.compile != compiled_parts.OFF:
         compiled_parts.options_of(recipe.runtime, captured=False)  # raises for an option that torch does not have
-    placement, roles = placement_of(model), {**layer_roles(model), **roles_of(getattr(model, "config", None))}
+    placement, roles = (
+        placement_of(model),
+        {**layer_roles(model, is_cross_layer), **roles_of(getattr(model, "config", None))},
+    )
     facts = device or devices.probe(str(placement.device or device_of(model)))
     made = make_plan(model, recipe, facts, roles, registry(), smoothing_groups(model), known, placement, slower)
     return replace(made, who_runs=who_runs.table, left=(*made.left, *_not_taken(made), *_compiles(made)))
@@ -141,7 +146,8 @@ def fuse(model: nn.Module, request: Request, runtime: Any, captured: Captured, r
     errors: dict[int, SiteErrors] = {}
     failed: dict[int, str] = {}
     fuse_encoders(model, request, captured, report)
-    every = layer_records(report, encoder_layers(model))
+    fuse_cross(model, request, captured, report)
+    every = layer_records(report, encoder_layers(model).keys() | cross_layers(model).keys())
     calls = {place: captured.calls.get(record.path, []) for place, record in every.items()}
     with apply.naming("the fused layers", "their weights were laid out and verified"):
         fused = runtime.prepare(model)
@@ -158,17 +164,31 @@ def fuse(model: nn.Module, request: Request, runtime: Any, captured: Captured, r
 
 def fuse_encoders(model: nn.Module, request: Request, captured: Captured, report: Report) -> None:
     """The same for layers of encoders, which are no part of steps."""
-    layers, errors, failed = encoder_layers(model), dict[str, SiteErrors](), dict[str, str]()
+    _fuse_apart("the fused layers of the encoder", encoder_layers(model), check_encoders, request, captured, report)
+
+
+def fuse_cross(model: nn.Module, request: Request, captured: Captured, report: Report) -> None:
+    """The same for decoder layers of an encoder-decoder, which steps run by the model's own forward."""
+    layers = cross_layers(model)
+    one_memory(layers)
+    _fuse_apart("the fused layers of the decoder", layers, check_cross, request, captured, report)
+
+
+def _fuse_apart(
+    name: str, layers: Mapping[str, Any], check: Any, request: Request, captured: Captured, report: Report
+) -> None:
+    """Lay out and verify layers that are fused each for itself. name: of all of them. check: verifies them."""
+    errors, failed = dict[str, SiteErrors](), dict[str, str]()
     records = {record.path: record for record in report.sites if record.path in layers}
     if not records:
         return
     recipe = request.planned.recipe
-    with apply.naming("the fused layers of the encoder", "their weights were laid out and verified"):
+    with apply.naming(name, "their weights were laid out and verified"):
         planned = {path: bool(record.fused) for path, record in records.items()}
         unfused = {path: record.by_modules or "" for path, record in records.items() if not record.fused}
         unfused |= lay_out(layers, planned)
         if captured.missing is None:
-            errors, failed = check_encoders(
+            errors, failed = check(
                 layers, captured.calls, recipe.verify.metric, request.extent,
                 lambda done, total: request.watch("verify fused", done, total),
             )  # fmt: skip

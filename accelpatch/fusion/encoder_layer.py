@@ -1,16 +1,13 @@
 """A layer of an encoder as few kernels: q, k and v as one product, residual and norm as one operation.
 
-Activations that go into products of 8 bits are made by the operation before: norm and rows, or activation and rows.
-Attention itself is the one that the model's configuration names. The layer stands where its original stood; it runs
-its modules before its weights are laid out, and for every call that the fused form does not cover.
+Attention itself is the one that the model's configuration names.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,25 +15,17 @@ from torch import Tensor, nn
 from accelpatch import own_code
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.encoder_attention import MASK, ROTARY, EncoderAttention, head_size, scaling
-from accelpatch.fusion.fused_layer import activations_of
 from accelpatch.fusion.fused_weights import concatenated_linear
+from accelpatch.fusion.laid_out import LaidOutLayer
 from accelpatch.fusion.packed_rows import Packing, present
-from accelpatch.kernels.operation import is_eager, wants_gradient
-from accelpatch.kernels.ops.activation.activated_rows import activated_rows
-from accelpatch.kernels.ops.activation.gated_activation import ACTIVATIONS, gated
-from accelpatch.kernels.ops.activation.gated_rows import gated_rows
-from accelpatch.kernels.ops.activation.quantize_rows import QuantizedRows
+from accelpatch.fusion.sublayers import ACTIVATION_CLASSES, mlp, normed
 from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
 from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
 from accelpatch.models.encoders import EncoderForm, encoder_form_of, part_of
-from accelpatch.models.family import PLAIN_ACTIVATIONS
 from accelpatch.modules.norm import positional_names
-from accelpatch.modules.replacement import Replacement, adopt, is_observed
+from accelpatch.modules.replacement import adopt
 
 ASKS = ("output_attentions", "output_hidden_states")
-_LOCK = threading.RLock()
-#: class of an activation -> its name among those of `gated_activation.ACTIVATIONS`
-ACTIVATION_CLASSES: Mapping[str, str] = {**PLAIN_ACTIVATIONS, "QuickGELUActivation": "quick_gelu"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,80 +56,37 @@ class FusedEncoder:
         first, second = self.norms
         if self.form.post and first is not None:
             made = self.output.large_m(attend(self.qkv.large_m(x)))
-            taken, x = self._normed(first, made, x, self.up)
-            return second.of_sum(x, self._mlp(taken))[0]
-        taken = x if first is None else self._normed(first, x, None, self.qkv)[0]
+            taken, x = normed(first, made, x, self.up, True)
+            return second.of_sum(x, mlp(self.up, self.activation, self.down, self.form.gated, taken))[0]
+        taken = x if first is None else normed(first, x, None, self.qkv, False)[0]
         made = self._scaled(self.output.large_m(attend(self.qkv.large_m(taken))), 0)
-        taken, x = self._normed(second, made, x, self.up)
-        return x + self._scaled(self._mlp(taken), 1)
-
-    def _normed(self, norm: FusedNorm, x: Tensor, residual: Tensor | None, layer: FusedLinear) -> tuple[Any, Tensor]:
-        """(norm(s) as `layer` takes it, what the next sum takes) for s = x + residual."""
-        form = activations_of(layer)
-        if form is None:
-            y, total = norm.of_sum(x, residual)
-            return y, y if self.form.post else total
-        weight: Any = layer.weight
-        return norm.rows_of_sum(x, residual, weight.input_scale, weight.w.dtype, self.form.post)
-
-    def _mlp(self, taken: Any) -> Tensor:
-        y, form = self.up.large_m(taken), activations_of(self.down)
-        if form is None:
-            return self.down.large_m(gated(y, self.activation) if self.form.gated else ACTIVATIONS[self.activation](y))
-        rows, weight = gated_rows if self.form.gated else activated_rows, cast(Any, self.down.weight)
-        made = rows.function(y, self.activation, weight.input_scale, weight.w.dtype)
-        return self.down.large_m(QuantizedRows(*made, y.dtype))
+        taken, x = normed(second, made, x, self.up, False)
+        return x + self._scaled(mlp(self.up, self.activation, self.down, self.form.gated, taken), 1)
 
     def _scaled(self, y: Tensor, place: int) -> Tensor:
         scale = self.scales[place]
         return y if scale is None else y * scale
 
 
-class FusedEncoderLayer(Replacement):
+class FusedEncoderLayer(LaidOutLayer[FusedEncoder]):
     """The module in the place of a layer.
 
-    wanted: whether it runs fused, once its weights are laid out. positional: names of its forward's arguments after the
-    hidden states, in their order; own: the same as a set; unused: those of them that the fused form does not take.
-    in_tuple: whether the original gives its output in a tuple.
+    own: names of its forward's arguments, as a set; unused: those of them that the fused form does not take. in_tuple:
+    whether the original gives its output in a tuple.
     """
 
-    transient = ("_fused", "_seen", "_dropouts", "_held")
     form: EncoderForm
-    positional: tuple[str, ...]
     own: frozenset[str]
     unused: frozenset[str]
     in_tuple: bool
-    wanted: bool
-    _fused: FusedEncoder | None = None
-    _seen: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
-    _dropouts: tuple[nn.Dropout, ...] = ()
-    _held: tuple[Any, ...] = ()
 
-    def lay_out(self) -> FusedEncoder:
-        """Concatenate weights and read the layer; raises CannotFuse where it has no fused form."""
-        with _LOCK, torch.inference_mode(False):  # or two threads would each concatenate what the other reads
-            fused = self._fused
-            if fused is not None and self._is_fresh():
-                return fused
-            try:
-                fused = read(self, self.form)
-            except CannotFuse:
-                self.wanted = False
-                raise
-            self._seen = tuple(_children(self))
-            self._dropouts = tuple(child for _, _, child in self._seen if isinstance(child, nn.Dropout))
-            self._fused, self.wanted = fused, True
-            self._held = self._weights()
-            return fused
+    def read(self) -> FusedEncoder:
+        """As of LaidOutLayer."""
+        return read(self, self.form)
 
-    def run_modules(self) -> None:
-        """Run the original's forward from now on."""
-        self.wanted, self._fused = False, None
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether calls that the fused form covers run it."""
-        return self.wanted
+    def parts(self) -> list[Any]:
+        """As of LaidOutLayer."""
+        return [part_of(self, name) for name in (*self.form.linears, *self.form.norms, *self.form.scales)]
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """hidden_states[B, L, K] -> [B, L, K], or a tuple of it, as the original gives it."""
@@ -180,43 +126,6 @@ class FusedEncoderLayer(Replacement):
         if any(one is not None and one is not False for one in others):
             return None
         return self.fused_now(x)
-
-    def fused_now(self, x: Tensor | None = None) -> FusedEncoder | None:
-        """What the layer computes by the weights that it has now; None where it must run its modules, on x."""
-        if not self.wanted or self.training or not is_eager() or vars(self).get("_is_replica", False):
-            return None
-        if torch.is_grad_enabled() and wants_gradient((x, *self.parameters())):
-            return None
-        fused = self._fused
-        if fused is None or not self._is_fresh():
-            try:
-                fused = self.lay_out()
-            except CannotFuse:
-                return None
-        if not self._intact() or torch.is_autocast_enabled(fused.device.type):
-            return None
-        return fused if x is None or x.dtype == fused.dtype else None
-
-    def _weights(self) -> tuple[Any, ...]:
-        """Where linear layers, norms and scales have their weights, and the norms' epsilons."""
-        parts = (part_of(self, name) for name in (*self.form.linears, *self.form.norms))
-        return (*map(_held_by, parts), *(part_of(self, name).data_ptr() for name in self.form.scales))
-
-    def _is_fresh(self) -> bool:
-        """Whether it has the weights that were laid out."""
-        held, now = self._held, self._weights()
-        return len(held) == len(now) and all(a is b or a == b for a, b in zip(held, now, strict=True))
-
-    def _intact(self) -> bool:
-        """Whether its modules are those that were read, nobody watches them, and none drops anything."""
-        same = all(parent._modules.get(name) is child for parent, name, child in self._seen)
-        if not same or any(one.training and one.p for one in self._dropouts):
-            return False
-        return not is_observed(*(child for _, _, child in self._seen))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        self._held = ()  # its weights move one by one: they are concatenated again
-        return super()._apply(fn, recurse)
 
 
 def made_of(layer: nn.Module, form: EncoderForm) -> FusedEncoderLayer:
@@ -274,19 +183,3 @@ def _norm(module: Any) -> FusedNorm | None:
     if module.weight is None:
         raise CannotFuse("a norm has no weight")
     return FusedNorm(module.weight, module.eps, layer=True, bias=module.bias)
-
-
-def _children(layer: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, child) of all modules in a layer."""
-    return [
-        (parent, name, child) for parent in layer.modules() for name, child in parent._modules.items()
-        if child is not None
-    ]  # fmt: skip
-
-
-def _held_by(part: Any) -> Any:
-    """Where a linear layer or norm has its weight: the same object, or equal, as long as that is the same."""
-    if hasattr(part, "own_layout"):
-        return part.layout
-    own = (None if one is None else one.data_ptr() for one in map(part._parameters.get, ("weight", "bias")))
-    return (*own, getattr(part, "eps", None))

@@ -6,7 +6,7 @@ weights that are there then, and the fused form is checked beside the modules (v
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -56,15 +56,22 @@ def complete(site: Site, choice: Choice, replaced: Mapping[str, Replaced | None]
 
 def _reasons(site: Site, form: EncoderForm, replaced: Mapping[str, Replaced | None], device: Device) -> Iterator[str]:
     """Why a layer runs its modules."""
-    for name in form.linears:
-        made = replaced.get(f"{site.path}.{name}")
-        if made is None and device.kind != "cpu":
-            yield f"{name} stays"
-        elif made is not None and (device.kind == "cpu" or not made.fusable):
-            yield f"{name} is {made.replacer} by {made.kernel}"
+    yield from linear_reasons(site.path, form.linears, replaced, device)
     biases = {part_of(site.original, name).bias is None for name in form.qkv}
     if len(biases) > 1:
         yield "of q, k and v only some have a bias"
     weight = part_of(site.original, form.norms[1]).weight
     if device.kind != "cpu" and weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         yield f"its activations are {weight.dtype}"
+
+
+def linear_reasons(
+    path: str, names: Iterable[str], replaced: Mapping[str, Replaced | None], device: Device
+) -> Iterator[str]:
+    """Which of the linear layers of these names no fused layer reads."""
+    for name in names:
+        made = replaced.get(f"{path}.{name}")
+        if made is None and device.kind != "cpu":
+            yield f"{name} stays"
+        elif made is not None and (device.kind == "cpu" or not made.fusable):
+            yield f"{name} is {made.replacer} by {made.kernel}"

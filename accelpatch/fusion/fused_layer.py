@@ -138,7 +138,7 @@ def _normed(norm: FusedNorm | None, x: Tensor, pending: Tensor | None) -> tuple[
     return x, x
 
 
-def activations_of(layer: FusedLinear | Adapted) -> tuple[Any, ...] | None:
+def activations_of(layer: Any) -> tuple[Any, ...] | None:
     """What decides whether two linear layers of one norm take the same activations in 8 bits: their form, and where
     their static scale lies, if they have one; None for a layer that takes floats."""
     if not isinstance(layer, FusedLinear) or not isinstance(layer.weight, W8A8Rows):

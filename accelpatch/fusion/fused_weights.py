@@ -7,10 +7,12 @@ Weights that are contiguous with each other already are used as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.kernels.layouts.layout import concatenated
@@ -21,14 +23,17 @@ from accelpatch.modules.compact_linear import CompactLinear
 from accelpatch.modules.gemv_linear import rows_of_
 
 
-def concatenated_linear(modules: Sequence[Any], dtype: torch.dtype) -> FusedLinear:
-    """Linear layers of one input as one, their rows concatenated. Raises CannotFuse where they make no one."""
+def concatenated_linear(modules: Sequence[Any], dtype: torch.dtype, zeros: bool = False) -> FusedLinear:
+    """Linear layers of one input as one, their rows concatenated. Raises CannotFuse where they make no one.
+
+    zeros: where only some have a bias, that of the others is 0 (Whisper's k_proj has none).
+    """
     weights = _alike(modules, dtype)
     if len(modules) == 1:
         return FusedLinear(weights[0], modules[0].bias, prefer=_kernel(modules))
     if len({one.format for one in weights}) > 1:
         raise CannotFuse("q, k and v, or gate and up, have weights in different formats")
-    bias = _beside([module.bias for module in modules])
+    bias = _beside([module.bias for module in modules], [one.n for one in weights] if zeros else ())
     if weights[0].tiled:  # tiles of their own again where they are interleaved, all with tensors of one form
         weights = weights[0].alike([one.alone() for one in weights])
         for module, one in zip(modules, weights, strict=True):
@@ -104,10 +109,51 @@ def _kernel(modules: Sequence[Any]) -> str:
     return str(names.pop())
 
 
-def _beside(biases: Sequence[Tensor | None]) -> Tensor | None:
+def _beside(biases: Sequence[Tensor | None], rows: Sequence[int] = ()) -> Tensor | None:
+    """Biases as one. rows: of each, where an absent one is 0."""
     held = [bias for bias in biases if bias is not None]
     if not held:
         return None
+    if len(held) < len(biases) == len(rows):
+        filled = [held[0].new_zeros(n) if bias is None else bias for n, bias in zip(rows, biases, strict=True)]
+        return concatenated(filled)
     if len(held) < len(biases):
         raise CannotFuse("of q, k and v, or gate and up, only some have a bias")
     return concatenated(held)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Linear layers of one input whose weights stay apart: each is a call, and the columns are concatenated."""
+
+    parts: tuple[FusedLinear, ...]
+
+    def large_m(self, x: Any) -> Tensor:
+        """As of FusedLinear."""
+        return torch.cat([part.large_m(x) for part in self.parts], dim=-1)
+
+
+@dataclass(frozen=True)
+class OfTorch:
+    """A linear layer by torch's own function."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def large_m(self, x: Tensor) -> Tensor:
+        """As of FusedLinear."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+def on_cpu(modules: Sequence[Any], dtype: torch.dtype, zeros: bool = False) -> FusedLinear | OfTorch | Beside:
+    """As `concatenated_linear` on a CPU, whose packs would be copied: those stay apart. Raises CannotFuse."""
+    if all(getattr(module, "layout", None) is None for module in modules):
+        made = concatenated_linear(modules, dtype, zeros)
+        return OfTorch(made.weight.w, made.bias) if isinstance(made.weight, Plain) else made
+    parts = [_apart(module, dtype) for module in modules]
+    return parts[0] if len(parts) == 1 else Beside(tuple(parts))
+
+
+def _apart(module: Any, dtype: torch.dtype) -> FusedLinear:
+    layout = getattr(module, "layout", None)
+    return fused_linear(module, dtype) if layout is None else FusedLinear(layout, module.bias)

@@ -14,11 +14,12 @@ from torch import nn
 
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
-from accelpatch.fusion import encoder_replacer
+from accelpatch.fusion import cross_layer, cross_replacer, encoder_replacer
 from accelpatch.fusion.encoder_layer import made_of
 from accelpatch.fusion.planned import libraries, planned
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.ops.norm import rmsnorm
+from accelpatch.models.encoder_decoders import cross_form_of, is_cross_layer
 from accelpatch.models.encoders import encoder_form_of
 from accelpatch.models.family import LayerForm, Norm, form_of, linears_of, norm_of
 from accelpatch.modules.norm import ResidualNormLayer, positional_names
@@ -37,9 +38,9 @@ class FusedLayerReplacer(Replacer):
 
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         layer, form = site.original, form_of(site.original)
-        of_encoder = encoder_replacer.propose(site, device)
-        if of_encoder is not None:
-            return of_encoder
+        other = encoder_replacer.propose(site, device) or cross_replacer.propose(site, device)
+        if other is not None:
+            return other
         if form is None:
             return Reason(f"{type(layer).__name__} has no known norm after a residual addition")
         kernel, joined = "modules", _joined(layer, form)
@@ -57,6 +58,8 @@ class FusedLayerReplacer(Replacer):
     def complete(self, site: Site, choice: Choice, replaced: Mapping[str, Replaced | None], device: Device) -> Choice:
         if encoder_form_of(site.original) is not None:
             return encoder_replacer.complete(site, choice, replaced, device)
+        if is_cross_layer(site.original):
+            return cross_replacer.complete(site, choice, replaced, device)
         fused = planned(site, replaced, device)
         if isinstance(fused, Reason):
             return replace(choice, note=fused.text, fused=False)
@@ -66,6 +69,8 @@ class FusedLayerReplacer(Replacer):
         layer, form, of_encoder = site.original, form_of(site.original), encoder_form_of(site.original)
         if of_encoder is not None:
             return made_of(layer, of_encoder)
+        if (of_both := cross_form_of(layer)) is not None:
+            return cross_layer.made_of(layer, of_both, choice.detail[cross_replacer.BY_STEPS])
         assert form is not None
         new = adopt(ResidualNormLayer, layer)
         joined = _joined(layer, form)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.encoder_layer import FusedEncoderLayer
+from accelpatch.fusion.laid_out import LaidOutLayer
 from accelpatch.fusion.verified import AMPLIFIED, DRAWS, Pair, bound_of, first_of_kind, one_rounding_away
 from accelpatch.modules.replacement import run_original
 from accelpatch.patching.capture import Call, copied, floats
@@ -26,7 +27,7 @@ def encoder_layers(model: nn.Module) -> dict[str, FusedEncoderLayer]:
     return {path: one for path, one in model.named_modules() if isinstance(one, FusedEncoderLayer)}
 
 
-def lay_out(layers: Mapping[str, FusedEncoderLayer], planned: Mapping[str, bool]) -> dict[str, str]:
+def lay_out(layers: Mapping[str, LaidOutLayer[Any]], planned: Mapping[str, bool]) -> dict[str, str]:
     """Lay out the layers that the plan has fused; returns path -> why, of those that cannot be."""
     failed = {}
     for path, layer in layers.items():

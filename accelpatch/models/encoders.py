@@ -6,7 +6,7 @@ there is taken. To add a class: a row in FORMS, and one in tests/fusion/test_enc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -124,18 +124,19 @@ UNFUSED: Mapping[str, str] = MappingProxyType(
 )
 
 
-def _class_of(layer: Any) -> str:
+def class_of(layer: Any) -> str:
+    """The name of transformers' class of a layer, replaced or not."""
     return own_code.base_of(getattr(type(layer), "replaced_class", type(layer))).__name__
 
 
 def encoder_form_of(layer: Any) -> EncoderForm | None:
     """The form of a layer of an encoder; None where its class has none, or it has another form."""
-    return next((form for form in FORMS.get(_class_of(layer), ()) if _fits(layer, form)), None)
+    return next((form for form in FORMS.get(class_of(layer), ()) if _fits(layer, form)), None)
 
 
 def why_unfused(layer: Any) -> str | None:
     """Why a layer of a known class has no form; None for a class that is not known, or where it has one."""
-    name = _class_of(layer)
+    name = class_of(layer)
     if name in FORMS and encoder_form_of(layer) is None:
         return "its settings give it another form than the one that is known of its class"
     return UNFUSED.get(name)
@@ -158,8 +159,9 @@ def _fits(layer: Any, form: EncoderForm) -> bool:
     return all(part_of(layer, name) == value for name, value in form.where.items())
 
 
-def layer_roles(model: nn.Module) -> dict[str, str]:
-    """Dotted name with numbers written `#` -> "layer", of the layers of encoders in a model."""
+def layer_roles(model: nn.Module, more: Callable[[Any], bool] = lambda layer: False) -> dict[str, str]:
+    """Dotted name with numbers written `#` -> "layer", of the layers of encoders in a model. more: whether a module is
+    another layer."""
     known = FORMS.keys() | UNFUSED.keys()
-    found = (name for name, module in model.named_modules() if _class_of(module) in known)
+    found = (name for name, module in model.named_modules() if class_of(module) in known or more(module))
     return {".".join("#" if part.isdigit() else part for part in name.split(".")): "layer" for name in found}

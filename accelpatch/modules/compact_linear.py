@@ -69,6 +69,11 @@ class CompactLinear(PackedWeight):
         """Names of the parameters that `give_back` restores in the original."""
         return ("weight",) if self.is_packed or self._parameters["weight"] is self.made else ()
 
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """As of PackedWeight."""
+        return self.layout.n, self.layout.k
+
     def dequantized(self) -> Tensor:
         """The weight [N, K], bit for bit."""
         if self.tiles is None:
@@ -77,6 +82,7 @@ class CompactLinear(PackedWeight):
 
     def repack(self, weight: Tensor) -> None:
         """Hold a new weight [N, K], in tiles where its values fit the format."""
+        self.fill_views()
         self._become(nn.Parameter(weight.to(self.like, copy=True), requires_grad=self.trainable))
         self.rewritten = True
         self.hold()
@@ -101,6 +107,7 @@ class CompactLinear(PackedWeight):
     def unpack(self) -> None:
         """Unpack the weight into a parameter, because a neighbour to be concatenated with has no tiles."""
         if self.tiles is not None:
+            self.fill_views()
             with torch.inference_mode(False), torch.no_grad():
                 self._become(nn.Parameter(self.dequantized(), requires_grad=self.trainable))
             self.tiles = None

@@ -58,7 +58,8 @@ class PackedWeight(Replacement):
 
     @property
     def weight(self) -> Tensor:
-        """The float weight in the original's shape and dtype, unpacked when first read: that costs time and memory."""
+        """The float weight in the original's shape and dtype, unpacked when first computed with: that costs time and
+        memory."""
         if not self.is_packed:
             return self._parameters["weight"]  # type: ignore[return-value]
         if torch.compiler.is_compiling():  # unpack inside the compiled graph
@@ -72,6 +73,11 @@ class PackedWeight(Replacement):
         own = None if self.held._unpacked is None else self.held._unpacked()
         if not isinstance(value, WeightView) or value.unpacked is not own:
             self.original(NOT_REPLACED).weight = value
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """(N, K) of the weight."""
+        raise NotImplementedError
 
     def dequantized(self) -> Tensor:
         """The weight [N, K] as floats in the original's dtype."""
@@ -88,7 +94,8 @@ class PackedWeight(Replacement):
         kept = getattr(_CAPTURE, "kept", None)
         if weight is None or (kept is not None and weight.computed):
             with torch.inference_mode(False), torch.no_grad():
-                made = UnpackedWeight(self.dequantized(), self._write, self.original)
+                floats = self.like.new_empty(self.weight_shape)
+                made = UnpackedWeight(floats, self._write, self.original, self.dequantized)
             if weight is not None:  # the graph's own floats; other readers go on sharing theirs
                 return made.view(made.floats.t() if transposed else made.floats)
             weight, self._unpacked = made, weakref.ref(made)
@@ -106,10 +113,17 @@ class PackedWeight(Replacement):
 
     def changed(self) -> None:
         """Invalidate existing views of the weight: writing into one of them raises PatchError from now on."""
+        self.fill_views()
         old = None if self._unpacked is None else self._unpacked()
         if old is not None:
             old.write = self._outdated
         self._unpacked = None
+
+    def fill_views(self) -> None:
+        """Unpack the weight into existing views of it, before it changes."""
+        old = None if self._unpacked is None else self._unpacked()
+        if old is not None:
+            old.fill()
 
     def _outdated(self, weight: Tensor) -> None:
         path = vars(self).get(PATH, "a packed layer")

@@ -79,6 +79,11 @@ class QuantizedModule(PackedWeight):
         """The weight in its canonical layout, a RowMajor."""
         return self.layout.canonical()
 
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """As of PackedWeight."""
+        return self.layout.n, self.layout.k
+
     def dequantized(self) -> Tensor:
         return dequantize(self.layout, self.like.dtype)
 
@@ -98,6 +103,7 @@ class QuantizedModule(PackedWeight):
     def _lay_out(self, weight: RowMajor) -> None:
         """Hold a weight in the layout for this device; nothing is changed where that fails."""
         device = self.like.device
+        self.fill_views()
         self.own_layout = laid_out(weight.map(lambda one: one.to(device)), self.like.dtype, packable=self.packable)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -7,6 +7,7 @@ any view counts. Writes that bypass torch's dispatch (a collective over the view
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,13 +35,27 @@ class UnpackedWeight:
     """The floats [N, K] of one packed weight, kept while any view of them is alive.
 
     computed: whether more than its dtype, shape and the like was asked for. write: called with the floats after a
-    write, to pack them. original: called with a message for an unsupported
-    operation; returns the original module to run it on, or raises PatchError.
+    write, to pack them. original: called with a message for an unsupported operation; returns the original module to
+    run it on, or raises PatchError. unpack: gives the values that `floats`, uninitialised, gets when more is asked for:
+    T5's MLP asks for a dtype at every call, and unpacking takes longer than all its products. None: they are there.
     """
 
-    def __init__(self, floats: Tensor, write: Callable[[Tensor], None], original: Callable[[str], nn.Module]):
+    def __init__(
+        self, floats: Tensor, write: Callable[[Tensor], None], original: Callable[[str], nn.Module],
+        unpack: Callable[[], Tensor] | None = None,
+    ):  # fmt: skip
         self.floats, self.write, self.original = floats, write, original
         self.computed = False
+        self._unpack, self._lock = unpack, threading.Lock()
+
+    def fill(self) -> None:
+        """Unpack the weight, where that was not done yet."""
+        if self._unpack is None:
+            return
+        with self._lock, _plain(), torch.inference_mode(False), torch.no_grad():
+            if self._unpack is not None:
+                self.floats.copy_(self._unpack())
+                self._unpack = None
 
     def view(self, part: Tensor) -> WeightView:
         """`part` of the floats as a WeightView, whose writes are packed."""
@@ -59,6 +74,7 @@ class UnpackedWeight:
 
     def set_data(self, view: WeightView, data: Tensor) -> None:
         """`view.data = data`. Nothing to do where data is the view's own memory (`view.data += 1`)."""
+        self.fill()
         with _plain():
             if data.data_ptr() == view.data_ptr() and data.stride() == view.stride() and data.dtype == view.dtype:
                 return
@@ -89,6 +105,7 @@ class WeightView(Tensor):
         if func not in _FACTS:
             for view in views:
                 view.unpacked.computed = True
+                view.unpacked.fill()
         with _plain():
             before = [view._version for view in views]
             result = func(*args, **options)
@@ -107,10 +124,12 @@ class WeightView(Tensor):
         raise AttributeError(f"a packed weight has no {name}; {WAY}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        self.unpacked.fill()
         with _plain():
             return self.detach().as_subclass(Tensor).clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        self.unpacked.fill()
         with _plain():
             return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)
 

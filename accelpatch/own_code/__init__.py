@@ -25,6 +25,7 @@ from accelpatch.own_code.verdicts import (
     has_overridden,
     is_others,
     look_at,
+    may_differ,
     on_refresh,
     reached_by,
     refresh,
@@ -34,5 +35,6 @@ from accelpatch.own_code.verdicts import (
 
 __all__ = [
     "Reached", "Snapshot", "base_of", "differs", "has_overridden", "is_of_a_package", "is_others", "is_ours", "look_at",
+    "may_differ",
     "on_refresh", "reached_by", "refresh", "unusual", "why_not", "why_not_in",
 ]  # fmt: skip

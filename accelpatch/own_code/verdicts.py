@@ -114,6 +114,11 @@ def differs(module: Any) -> bool:
     )
 
 
+def may_differ(cls: type) -> bool:
+    """Whether `differs` may be true of an instance of a class."""
+    return cls in _OTHERS or cls in _OVERRIDDEN
+
+
 def has_overridden(cls: type) -> bool:
     """Whether an instance of a class was found to have a method of its own, besides `forward`, or an unusual tensor."""
     return cls in _OVERRIDDEN

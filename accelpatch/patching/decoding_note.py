@@ -7,7 +7,7 @@ from torch import nn
 from accelpatch.device import Device
 from accelpatch.recipe.recipe import Recipe
 
-CAPTURED = "generate(): an encoder-decoder, whose encoder, first tokens and steps are captured graphs of these modules"
+CAPTURED = "generate(): an encoder-decoder, whose encoder, first tokens and steps are captured graphs of all this"
 BY_MODULES = "generate(): an encoder-decoder, which runs these modules one by one"
 
 

@@ -75,7 +75,7 @@ def test_linear_weights_are_replaced_and_every_byte_is_counted(name: str, recipe
 @models
 def test_outputs_are_those_of_the_simulated_model(name: str, recipe: str) -> None:
     model = build(name)
-    concatenates = recipe == "exact" and not name.startswith("t5")  # q, k and v of fused layers
+    concatenates = recipe == "exact"  # q, k and v of fused layers
     before = snapshot(model, places=not concatenates)
     padded = inputs(name, padded=True)
     first, kept = outputs(model, padded), padded.get("attention_mask", torch.ones(1)).bool()

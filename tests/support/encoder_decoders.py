@@ -35,6 +35,7 @@ FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "m2m100": ("M2M100", WRITES, _BART | {"scale_embedding": True}),
     "marian": ("Marian", "MTModel", _BART | {"activation_function": "swish", "share_encoder_decoder_embeddings": True}),
     "pegasus": ("Pegasus", WRITES, _BART),
+    "blenderbot": ("Blenderbot", WRITES, _BART),
     "whisper": ("Whisper", WRITES, _WHISPER),
 }
 TEXTS = [name for name in FAMILIES if name != "whisper"]

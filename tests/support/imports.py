@@ -21,7 +21,8 @@ IMPORTS: dict[str, tuple[str, str]] = {
     "patching": ("recipe device report progress own_code errors", "lm_eval"),  # lm_eval: scores, an optional package
     "replacers": ("patching modules quant kernels models.family device own_code errors", ""),
     "fusion": (
-        "patching modules quant kernels models.family models.encoders models.multimodal device own_code errors",
+        "patching modules quant kernels models.family models.encoders models.encoder_decoders models.multimodal device "
+        "own_code errors",
         "transformers",
     ),
     # models.family: whose logits are scaled, which a loss over chunks must know

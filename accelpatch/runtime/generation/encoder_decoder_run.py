@@ -13,7 +13,14 @@ from accelpatch.fusion.cache_name import CACHE
 from accelpatch.runtime.cache_contents import Contents
 from accelpatch.runtime.generation.captured_run import CapturedRun
 from accelpatch.runtime.generation.decoding import stock_loop_because
-from accelpatch.runtime.graphs.encoder_decoder import MASK, OUTPUTS, EncoderDecoderStep, call_why_not, hidden_of
+from accelpatch.runtime.graphs.encoder_decoder import (
+    MASK,
+    OUTPUTS,
+    EncoderDecoderStep,
+    call_why_not,
+    hidden_of,
+    hides_all,
+)
 from accelpatch.runtime.graphs.encoder_decoder_prompt import (
     CAPTURED_PROMPT,
     CapturedPrompts,
@@ -53,7 +60,8 @@ class EncoderDecoderRun(CapturedRun):
     def why_not(cls, model: Any, runtime: CapturedRuntime, config: Any, synced: bool, kwargs: Any) -> str | None:
         """As of CapturedRun."""
         reason = stock_loop_because(model, config, synced, kwargs, UNDERSTOOD)
-        return reason or call_why_not(model, kwargs) or runtime.why_not(model, kwargs)
+        reason = reason or call_why_not(model, kwargs) or runtime.why_not(model, kwargs)
+        return reason or ("a row whose mask hides all that the encoder gave" if hides_all(kwargs) else None)
 
     @classmethod
     def step_for(cls, model: Any, runtime: CapturedRuntime, ids: Tensor, capacity: int, kwargs: Any) -> CapturedStep:

@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput
 
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.cached import Cached
+from accelpatch.fusion.cross_step import STEP, CrossCache, CrossStep
 from accelpatch.runtime.cache_contents import Contents, attach
 from accelpatch.runtime.cache_form import METHODS, why_not
 from accelpatch.runtime.graphs.batch import Batch, GraphOf
@@ -75,11 +76,10 @@ class CrossLayer(CacheLayerMixin):
     is_compileable = True
     is_sliding = False
 
-    def __init__(self, shape: Cached, batch: int, length: int):
+    def __init__(self, keys: Tensor, values: Tensor):
         super().__init__()
-        options: Any = {"dtype": shape.dtype, "device": shape.device}
-        self.keys, self.values = (torch.zeros(batch, shape.heads, length, size, **options) for size in shape.sizes)
-        self.dtype, self.device = shape.dtype, shape.device
+        self.keys, self.values = keys, values
+        self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
 
     def lazy_initialization(self, *states: Any) -> None:
@@ -145,7 +145,12 @@ class Encoded(Lent):
         self.hidden = torch.zeros(rows, source.length, source.size, dtype=dtype, device=device)
         shape = None if source.mask is None else (rows, *source.mask)
         self.mask = None if shape is None else torch.ones(shape, dtype=torch.int64, device=device)
-        self.cache = Cache(layers=[CrossLayer(one, rows, source.length) for one in learned.cross])
+        held = _tensors(learned.cross, rows, source.length)
+        self.cache = Cache(layers=[CrossLayer(keys, values) for keys, values in held])
+        hides = learned.hides and self.mask is not None and source.mask == (source.length,)
+        self.read: CrossCache | None = None  # for fused layers
+        if isinstance(held, Tensor):
+            self.read = CrossCache(held, self.mask if hides else None)
 
     def take(self, cache: Any, given: Mapping[str, Any]) -> CrossContents:
         """Move the keys and values of one of transformers' caches here, and copy what they were made from."""
@@ -170,17 +175,38 @@ class Encoded(Lent):
             self.mask[:, :length] = 1 if mask is None else mask.ne(0)
         elif self.mask is not None and mask is not None:
             self.mask.copy_(mask)
+        if self.read is not None:
+            self.read.show()
+
+
+def _tensors(shapes: Sequence[Cached], rows: int, length: int) -> Any:
+    """Keys and values of each layer: [layers, 2, B, heads, S, size] where all are of one shape, else a list of both."""
+    first = shapes[0]
+    if all(one == first for one in shapes) and first.sizes[0] == first.sizes[1]:
+        shape = (len(shapes), 2, rows, first.heads, length, first.sizes[0])
+        return torch.zeros(shape, dtype=first.dtype, device=first.device)
+    return [
+        tuple(torch.zeros(rows, one.heads, length, size, dtype=one.dtype, device=one.device) for size in one.sizes)
+        for one in shapes
+    ]
 
 
 class EncoderDecoderStep(CapturedStep):
-    """A CapturedStep of an encoder-decoder, for what the encoder gave."""
+    """A CapturedStep of an encoder-decoder, for what the encoder gave. ran: places of the layers that run fused."""
 
     def __init__(
         self, model: Any, batch: Batch, shapes: Sequence[Cached], capacity: int, graph: GraphOf, encoded: Encoded
     ):
         self.encoded = encoded
+        self.ran = set[int]()
         self.first_tokens: Any = None  # encoder_decoder_prompt.CapturedPrompts, made at the first call
         super().__init__(model, batch, shapes, capacity, graph)
+
+    @property
+    def exceptions(self) -> str:
+        """For a report: the layers that run as modules, where others are fused."""
+        rest = sorted(set(range(len(self.cache.layers))) - self.ran)
+        return f", but modules in layers {rest}" if rest else ""
 
     def _given(self) -> dict[str, Any]:
         """The arguments of the model's own forward."""
@@ -188,6 +214,8 @@ class EncoderDecoderStep(CapturedStep):
         places = {"decoder_position_ids": batch.positions} if "decoder_position_ids" in self._accepted else {}
         masks = {"decoder_attention_mask": self.mask} | ({} if encoded.mask is None else {MASK: encoded.mask})
         both = EncoderDecoderCache(self.cache, encoded.cache)
+        if encoded.read is not None:
+            setattr(both, STEP, CrossStep(batch.positions, batch.slot, self.mask, self.cache, encoded.read, self.ran))
         given = {"decoder_input_ids": batch.tokens[:, None], OUTPUTS: BaseModelOutput(encoded.hidden), CACHE: both}
         return {**given, **masks, **places}
 
@@ -204,6 +232,13 @@ def call_why_not(model: Any, given: Mapping[str, Any]) -> str | None:
     if mask is not None and not (isinstance(mask, Tensor) and len(mask) == len(states[0])):
         return "an attention mask of another number of rows"
     return cache_why_not(given.get(CACHE))
+
+
+def hides_all(given: Mapping[str, Any]) -> bool:
+    """Whether the mask of a call hides every token of the encoder in some row: stock attends to all of them then. It
+    waits for the device."""
+    mask = given.get(MASK)
+    return mask is not None and mask.dim() == 2 and not bool(mask.ne(0).any(1).all())
 
 
 def cache_why_not(cache: Any) -> str | None:

@@ -24,6 +24,7 @@ from accelpatch.runtime.graphs.encoder_decoder import (
     Source,
     call_why_not,
     hidden_of,
+    hides_all,
 )
 from accelpatch.runtime.graphs.kv_cache import NotCaptured, capacity_for, grown
 from accelpatch.runtime.graphs.step import CAPTURED
@@ -94,7 +95,7 @@ def _stepped(runtime: Any, model: Any, given: Mapping[str, Any]) -> Tensor | Non
             return None
         contents = step.attach(own)
     if not step.encoded.holds(others):
-        if cross.layers[0].keys.shape[0] != len(ids):
+        if cross.layers[0].keys.shape[0] != len(ids) or hides_all(given):
             return None
         step.encoded.take(cross, given)
     else:

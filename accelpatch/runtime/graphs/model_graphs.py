@@ -162,9 +162,8 @@ class CapturedModel:
 
     def _drop_unused(self) -> None:
         """Free what only steps used that are gone."""
-        used = {batch for batch, *_ in self._steps}
-        self._batches = {n: batch for n, batch in self._batches.items() if n in used}
         read = {(rows, source) for rows, *_, source in self._steps}
+        self._batches = {n: batch for n, batch in self._batches.items() if n in dict(read)}
         self._encoded = {key: one for key, one in self._encoded.items() if key in read}
 
     def _alike(self, rows: int, watched: tuple[int, ...], source: Source | None) -> list[Key]:
@@ -212,6 +211,8 @@ class CapturedModel:
         """How a step runs, for the report. watched: places of layers with hooks."""
         if step.fused:
             return FUSED if self.fused is None else FUSED + self.fused.exceptions_with(watched)
+        if isinstance(step, EncoderDecoderStep) and step.ran:
+            return FUSED + step.exceptions
         return MODULES + (self.why_not_fused or f"{step.batch.rows} rows")
 
     def _made(
@@ -250,10 +251,9 @@ class CapturedModel:
         try:
             if source is None or self.decoder is None:
                 return CapturedStep(*given)
-            key = batch.rows, source
-            if key not in self._encoded:
-                self._encoded[key] = Encoded(batch.rows, source, self.decoder, batch.device)
-            return EncoderDecoderStep(*given, self._encoded[key])
+            encoded = self._encoded.get((batch.rows, source)) or Encoded(batch.rows, source, self.decoder, batch.device)
+            self._encoded[batch.rows, source] = encoded
+            return EncoderDecoderStep(*given, encoded)
         except torch.OutOfMemoryError:
             raise
         except (*CAPTURE_ERRORS, NotCaptured) as error:
@@ -283,8 +283,8 @@ class AdapterStates:
         if name == self._name:
             return
         self._others[self._name] = self.present
-        known = self._others.pop(name) if name in self._others else None
-        self.present = known or CapturedModel(self.memory, self._speculate)
+        known = name in self._others
+        self.present = self._others.pop(name) if known else CapturedModel(self.memory, self._speculate)
         self._name = name
         while len(self._others) > STATES:
             self._others.popitem(last=False)

@@ -69,6 +69,23 @@ def test_logits_in_bfloat16(name: str, recipe: str) -> None:
     logits = [torch.stack(one.logits[:2]).double() for one in made]
     assert (logits[0] - logits[1]).norm() <= 2**-5 * logits[1].norm()
     assert model.accelpatch.report().paths[CAPTURED] == 7
+    assert model.accelpatch.report().paths["fused layers"] == 7
+
+
+@pytest.mark.parametrize("recipe", ["exact", "int8", "int4"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "umt5"])
+def test_fused_layers_are_as_their_modules(name: str, recipe: str) -> None:
+    """Verified at the patch, all layers; few rows and more than a launch takes, with beams, over 32 steps."""
+    model = accelpatch.patch(encoder_decoder(name, torch.bfloat16, eos_token_id=None).cuda(), recipe)
+    report = model.accelpatch.report()
+    assert "2 of 2 layers fused" in str(report), report
+    assert report.verification.fused_layers == 2
+    for times in (1, 5):
+        given = on_gpu({key: one.repeat_interleave(times, 0) for key, one in given_to(name).items()}, torch.bfloat16)
+        for options in ({}, {"num_beams": 3}):
+            made = model.generate(**given, max_new_tokens=NEW, do_sample=False, **options)
+            assert made.shape[1] >= NEW
+    assert not [path for path in report.paths if path.startswith("stock loop")], report.paths
 
 
 @pytest.mark.parametrize("name", ["t5", "m2m100", "whisper"])

@@ -1,0 +1,166 @@
+"""Lays out the fused decoder layers of encoder-decoders and verifies them beside their own replaced modules.
+
+Each gets the rows that the original's layer had on the sample inputs. Its modules fill the caches with all tokens but
+the last of each row; that one is a step, once by the fused layer over static caches and once by the modules over a
+copy. The bound is that of fused decoder layers (verified.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from accelpatch.fusion.cache_name import CACHE
+from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.fusion.cross_layer import CROSS_MASK, MASK, STATES, FusedCrossLayer
+from accelpatch.fusion.cross_step import STEP, CrossCache, CrossStep
+from accelpatch.fusion.verified import AMPLIFIED, DRAWS, HIDDEN, Pair, bound_of, first_of_kind
+from accelpatch.kernels.attention_shape import Zeros
+from accelpatch.models.encoders import part_of
+from accelpatch.modules.replacement import run_original
+from accelpatch.patching.capture import Call, floats
+from accelpatch.patching.extent import Extent
+from accelpatch.patching.verify import SiteErrors, format_error, units_apart
+
+
+def cross_layers(model: nn.Module) -> dict[str, FusedCrossLayer]:
+    """Dotted name -> layer, of those that a patch put into a model."""
+    return {path: one for path, one in model.named_modules() if isinstance(one, FusedCrossLayer)}
+
+
+def one_memory(layers: Mapping[str, FusedCrossLayer]) -> None:
+    """Give the layers of a model one set of counters: they run one after the other."""
+    memory = Zeros()
+    for layer in layers.values():
+        layer.__dict__["memory"] = memory
+
+
+class Sample:
+    """One recorded call of a layer as a step: x[B, 1, K], states[B, S, K] of the encoder, its mask, and caches that
+    hold all tokens before. Masks of the decoder's own tokens are not verified: samples have none."""
+
+    def __init__(self, layer: FusedCrossLayer, call: Call):
+        given = {**dict(zip(layer.positional, call.args[1:], strict=False)), **call.kwargs}
+        rows: Tensor = call.args[0] if call.args else given.pop(HIDDEN)
+        self.layer, self.states, self.shown = layer, given[STATES], given.get(CROSS_MASK)
+        self.place = int(part_of(layer, layer.form.own.module).layer_idx)
+        self.x, before = rows[:, -1:], rows[:, :-1]
+        self.caches = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        for at in range(before.shape[1]):  # token by token: no mask is needed
+            self._run(before[:, at : at + 1], self.caches)
+        if not before.shape[1]:  # what the encoder gave must be cached
+            self._run(self.x, made := EncoderDecoderCache(DynamicCache(), DynamicCache()))
+            self.caches.cross_attention_cache = made.cross_attention_cache
+            self.caches.is_updated[self.place] = True
+
+    def _run(self, x: Tensor, caches: EncoderDecoderCache) -> Tensor:
+        mask = None if self.shown is None else self.shown[:, :, -1:]
+        given = {STATES: self.states, CROSS_MASK: mask, MASK: None, CACHE: caches}
+        return next(floats(run_original(self.layer, x, **given)))
+
+    def by_modules(self, x: Tensor) -> Tensor:
+        """The output [B, 1, K] of the layer's modules."""
+        return self._run(x, copy.deepcopy(self.caches))
+
+    def fused(self) -> Tensor:
+        """The output [B, 1, K] of the fused layer."""
+        if not self.layer.by_steps:
+            return self._step(copy.deepcopy(self.caches))
+        (rows, _, _), own = self.x.shape, self.caches.self_attention_cache
+        cross = self.caches.cross_attention_cache.layers[self.place]
+        length = own.get_seq_length(self.place)
+        shape, device = (rows, cross.keys.shape[1], length + 1, cross.keys.shape[3]), self.x.device
+        keys, values = (torch.zeros(shape, dtype=self.x.dtype, device=device) for _ in range(2))
+        if length:
+            keys[:, :, :-1], values[:, :, :-1] = own.layers[self.place].keys, own.layers[self.place].values
+        slot = torch.full((rows,), length, dtype=torch.int64, device=device)
+        seen = torch.ones(rows, length + 1, dtype=torch.int64, device=device)
+        held = torch.stack([cross.keys, cross.values])[None].expand(self.place + 1, *[-1] * 5).contiguous()
+        mask = None if self.shown is None else _shown(self.shown[:, 0, -1], held.shape[4])
+        read = CrossCache(held, mask)
+        read.show()
+        layers = [_Written(keys, values, slot)] * (self.place + 1)
+        caches: Any = SimpleNamespace()
+        step = CrossStep(slot[:, None], slot, seen, SimpleNamespace(layers=layers), read)
+        setattr(caches, STEP, step)
+        return self._step(caches)
+
+    def _step(self, caches: Any) -> Tensor:
+        mask = None if self.shown is None else self.shown[:, :, -1:]
+        given = {STATES: self.states, CROSS_MASK: mask, MASK: None, CACHE: caches}
+        return next(floats(self.layer.forward(self.x, **given)))
+
+
+class _Written:
+    """keys, values[B, H, L, D] of one layer; a step writes at `slot`."""
+
+    def __init__(self, keys: Tensor, values: Tensor, slot: Tensor):
+        self.keys, self.values, self._at = keys, values, int(slot[0])
+
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys[:, :, self._at], self.values[:, :, self._at] = key[:, :, 0], value[:, :, 0]
+        return self.keys, self.values
+
+
+def _shown(mask: Tensor, length: int) -> Tensor:
+    """int64 [B, S]: 1 where a mask, bool or additive, shows a token."""
+    seen = mask if mask.dtype == torch.bool else mask.eq(0)
+    return seen.expand(-1, length).to(torch.int64).contiguous()
+
+
+def check_cross(
+    layers: Mapping[str, FusedCrossLayer], calls: Mapping[str, Sequence[Call]], metric: str, extent: Extent,
+    progress: Callable[[int, int], None],
+) -> tuple[dict[str, SiteErrors], dict[str, str]]:  # fmt: skip
+    """(errors, why not) by path, of the fused layers that `extent` names and of those over their bound. calls: the
+    originals', by path."""
+    fused = {path: layer for path, layer in layers.items() if layer.is_fused}
+    paths, kinds = list(fused), first_of_kind(list(fused.values()))
+    found, failed = dict[str, SiteErrors](), dict[str, str]()
+    for place, (path, layer) in enumerate(fused.items()):
+        first = paths[kinds[place]]
+        if (first == path or first in failed or extent.layers) and calls.get(path):
+            try:
+                errors = found[path] = layer_errors(layer, calls[path], metric)
+            except CannotFuse as error:
+                failed[path] = str(error)
+                continue
+            assert errors.kernel_bound is not None
+            if errors.units > errors.kernel_bound:
+                failed[path] = (
+                    f"in a step it is {errors.units:.3g} units of its dtype's precision from its modules, and the "
+                    f"bound is {errors.kernel_bound:.3g}"
+                )
+        progress(place + 1, len(fused))
+    for path in failed:
+        layers[path].run_modules()
+    return found, failed
+
+
+def layer_errors(layer: FusedCrossLayer, calls: Sequence[Call], metric: str) -> SiteErrors:
+    """The errors of a fused layer on recorded calls. kernel_error and kernel_bound are in units."""
+    own, original, moved = list[Pair](), list[Pair](), [0.0]
+    least = bound_of(layer, next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.float32))
+    with torch.no_grad():
+        for call in calls:
+            sample = Sample(layer, call)
+            made, modules = sample.fused(), sample.by_modules(sample.x)
+            own.append((made, modules))
+            original += [(made, one[:, -1:]) for one in call.outputs[:1]]
+            if units_apart(own[-1:]) > least:
+                draws = (sample.by_modules(_moved(sample.x, seed)) for seed in range(DRAWS))
+                moved += [units_apart([(draw, modules)]) for draw in draws]
+    units = units_apart(own)
+    return SiteErrors(units, max(least, AMPLIFIED * max(moved)), format_error(metric, original), units)
+
+
+def _moved(x: Tensor, seed: int) -> Tensor:
+    """x with every element moved by one rounding, up or down."""
+    signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(seed)).to(x.device) * 2 - 1
+    return x * (1 + signs * torch.finfo(x.dtype).eps).to(x.dtype)
