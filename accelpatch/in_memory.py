@@ -18,8 +18,9 @@ from accelpatch.checkpoints import as_stored, gguf_tensors
 from accelpatch.checkpoints import save as saving
 from accelpatch.checkpoints import statistics as files
 from accelpatch.device import Device
-from accelpatch.errors import PatchError, PlanError
+from accelpatch.errors import PatchError, PlanError, SaveError
 from accelpatch.parallel.device_map import placement_of
+from accelpatch.parallel.tensor_parallel import sharded, shards_of
 from accelpatch.patching import apply, harness
 from accelpatch.patching.evaluation import WINDOW, Evaluation, compare
 from accelpatch.patching.extent import QUICK, Extent, level_of
@@ -95,7 +96,7 @@ def patch(
     model: Model, recipe: AnyRecipe = "int8", *, inputs: Sequence[Mapping[str, Any]] | None = None,
     device: Device | None = None, keep_original: str = "cpu", verify: bool | str = True,
     statistics: Statistics | str | Path | None = None, data: Any = None, tokenizer: Any = None,
-    progress: Progress | bool | None = None, resume: Path | None = None,
+    progress: Progress | bool | None = None, resume: Path | None = None, parallel: str | None = None,
 ) -> Model:  # fmt: skip
     """Replace modules of `model` in place as `recipe` says, and return it; on an error nothing is changed.
 
@@ -107,16 +108,19 @@ def patch(
     "full", "quick", False or "off". statistics: of `calibrate`, or a file of them, for recipes that need some. data,
     tokenizer: texts to calibrate on, as of `calibrate`; default: the model calibrates on its own. progress: called with
     (stage, done, total); default: bars in a terminal or a notebook; False for none. resume: a folder for weights that
-    calibration has made, the caller's to remove, from which an interrupted call goes on. A PeftModel keeps its
-    adapters. Raises ArgumentError, RecipeError, PlanError, PatchError and KernelError.
+    calibration has made, the caller's to remove, from which an interrupted call goes on. parallel: "tp" in a job of
+    several processes (torchrun): each keeps its part of the weights, on its own GPU, and `unpatch` gives the parts
+    back, not the whole (docs/parallel.md). A PeftModel keeps its adapters. Raises ArgumentError, RecipeError, PlanError, PatchError and KernelError.
     """
     if keep_original not in KEEP_ORIGINAL:
         raise PatchError(f"keep_original is {keep_original!r}; it is one of {', '.join(KEEP_ORIGINAL)}")
     check_module(model)
     given, model, extent = model, unwrapped(model), Extent(level_of(verify))
-    placement = placement_of(model)
-    check_patchable(model, placement)
-    with bars.shown(progress) as shown:
+    recipe = recipes.load(recipe)
+    facts = {"the recipe": recipes.dump(recipe), "verify": extent.level, "keep_original": keep_original}
+    check_patchable(model, placement_of(model))
+    with sharded(given, parallel, recipe, facts), bars.shown(progress) as shown:
+        placement = placement_of(model)
         watch = Stopwatch(shown)
         planned = compiled(plan(model, recipe, device=device), watch)
         request = Request(
@@ -180,6 +184,8 @@ def check_tasks(tasks: Sequence[str]) -> None:
 
 
 def save(model: nn.Module, folder: str | Path, **options: Any) -> None:
+    if shards_of(unwrapped(model)) is not None:
+        raise SaveError("each rank has a part of the model, and a checkpoint holds the whole: save it in one process")
     handle = handle_of(model)
     found = handle.record.verification
     known = found is not None and not found.failures and (found.before or found.extent != QUICK)

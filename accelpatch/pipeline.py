@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -145,6 +145,9 @@ def fuse(model: nn.Module, request: Request, runtime: Any, captured: Captured, r
     calls = {place: captured.calls.get(record.path, []) for place, record in every.items()}
     with apply.naming("the fused layers", "their weights were laid out and verified"):
         fused = runtime.prepare(model)
+        if elsewhere := _unfused_elsewhere(request, fused, every):
+            runtime.unfuse(elsewhere)
+            fused = runtime.prepare(model)
         if not isinstance(fused, str) and captured.missing is None:
             errors, failed = check_layers(
                 model, fused, calls, captured, request.planned.recipe.verify.metric,
@@ -154,6 +157,13 @@ def fuse(model: nn.Module, request: Request, runtime: Any, captured: Captured, r
     record_layers(every, request.planned.recipe, errors, failed, unfused)
     runtime.unfuse(failed)
     captured.calls.clear()
+
+
+def _unfused_elsewhere(request: Request, fused: Any, every: Mapping[int, Any]) -> dict[int, str]:
+    """Layers that other ranks of a job cannot fuse, and this one can: place -> why."""
+    here = dict.fromkeys(every, fused) if isinstance(fused, str) else dict(fused.unfused)
+    agreed = request.placement.agreed_all(here)
+    return {} if isinstance(fused, str) else {place: why for place, why in agreed.items() if place not in here}
 
 
 def fuse_encoders(model: nn.Module, request: Request, captured: Captured, report: Report) -> None:
@@ -234,6 +244,7 @@ def carry_out(model: Any, request: Request) -> None:
         request = replace(request, planned=planned)
         formula.check_unpacking(planned.entries)
         runtime = new_runtime(planned.device.kind, planned.recipe.runtime)
+        runtime.begin = request.placement.begin
         report = stage_report(planned, built, runtime.paths)
         report.notes += notes
         attributes = [*patched_classes(model, runtime), (model, SAVE, request.save)]

@@ -123,6 +123,7 @@ def verified_build(
             checked = _by_first(checked, kinds[path], path in request.at_hand)
         seen[path], places[kinds[path]] = built.entry, places[kinds[path]] + 1
         problem = _problem(checked, plan.recipe, kinds[path] if kinds[path] in failed else None)
+        problem = request.placement.agreed(problem)
         if problem is None:
             held.append(checked)
         elif plan.recipe.verify.on_failure == "error":

@@ -185,6 +185,8 @@ def _looping(cls: Any, name: str) -> Any:
     ) -> Any:  # fmt: skip
         runtime, stock = vars(self).get(RUNTIME), getattr(cls, name)
         given = (input_ids, logits_processor, stopping_criteria, generation_config)
+        if runtime is not None:
+            runtime.begin(input_ids, generation_config)
         if isinstance(runtime, CapturedRuntime):
             return captured_loop(self, runtime, functools.partial(stock, self), given, synced_gpus, streamer, kwargs)
         if runtime is None or not runtime.steps(self):

@@ -1,0 +1,142 @@
+"""The ranks of a tensor-parallel job: what they add up, gather and agree on.
+
+Activations go through torch.distributed (NCCL or RCCL on a GPU, gloo on a CPU) and may be captured in a graph. All else
+(are the ranks alike, what is over its bound) goes through the job's store, where a rank that is gone is noticed.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accelpatch.errors import PatchError
+from accelpatch.parallel.watchdog import STALE, Watchdog
+
+MOST = timedelta(minutes=10)  # that a collective may wait for a rank that still gives signs
+_GROUPS: list[Group] = []
+
+
+class Group:
+    """All ranks of the job. rank: this one's. device: that of its shard, None for where the model lies."""
+
+    def __init__(self) -> None:
+        self.rank, self.world, self.backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in self.backend else None
+        store: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore("accelpatch/exchange", store)
+        apart = store.clone() if hasattr(store, "clone") else store
+        self.watchdog = Watchdog(dist.PrefixStore("accelpatch/watchdog", apart), self.rank, self.world)
+        self._exchanges = 0
+
+    def __deepcopy__(self, memo: Any) -> Group:
+        return self
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        """x, in place the sum over all ranks."""
+        try:
+            dist.all_reduce(x)
+        except RuntimeError as error:
+            raise self._named(error) from error
+        return x
+
+    def gather(self, x: Tensor, sizes: list[int]) -> Tensor:
+        """[..., sum of sizes] of x[..., sizes[rank]], on every rank the same."""
+        most, last = max(sizes), x.shape[-1]
+        mine = x if last == most else torch.nn.functional.pad(x, (0, most - last))
+        held = mine.new_empty(self.world, *mine.shape)
+        try:
+            dist.all_gather_into_tensor(held.view(-1), mine.contiguous().view(-1))
+        except RuntimeError as error:
+            raise self._named(error) from error
+        return torch.cat([one[..., :size] for one, size in zip(held.unbind(), sizes, strict=True)], dim=-1)
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """What every rank gave, in their order. Raises PatchError, with its name, where one of them is gone."""
+        number, self._exchanges = self._exchanges, self._exchanges + 1
+        try:
+            self._store.set(f"{number}/{self.rank}", pickle.dumps(mine))
+            found = [pickle.loads(self._taken(f"{number}/{other}")) for other in range(self.world)]
+            if number > 1:  # which every rank has read: each was in the exchange after it
+                self._store.delete_key(f"{number - 2}/{self.rank}")
+        except RuntimeError as error:
+            raise self._named(error) from error
+        return found
+
+    def _taken(self, key: str) -> bytes:
+        until, pause = time.monotonic() + MOST.total_seconds(), 1e-4
+        while not self._store.check([key]):
+            if self.watchdog.lost is not None:
+                raise PatchError(self.watchdog.lost)
+            if time.monotonic() > until:
+                raise PatchError(f"rank {key.rpartition('/')[2]} did not come within {MOST}")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return bytes(self._store.get(key))
+
+    def check_alike(self, facts: dict[str, Any]) -> None:
+        """Raise PatchError where the ranks' facts (name for messages -> value) differ."""
+        every = self.exchange(facts)
+        for name, first in every[0].items():
+            for rank, others in enumerate(every):
+                if others[name] != first:
+                    raise PatchError(
+                        f"the ranks differ: {name} is {_short(first)} on rank 0 and {_short(others[name])} on rank "
+                        f"{rank}; start all of them with the same program and arguments"
+                    )
+
+    def agreed(self, reason: str | None) -> str | None:
+        """The first rank's reason, if any has one."""
+        every = self.exchange(reason)
+        first = next((rank for rank, one in enumerate(every) if one is not None), None)
+        if first is None:
+            return None
+        return reason if first == self.rank else f"on rank {first}, {every[first]}"
+
+    def _named(self, error: RuntimeError) -> PatchError:
+        lost = self.watchdog.name_lost(STALE + 2)
+        return PatchError(lost or f"the ranks lost each other: {(str(error).splitlines() or [''])[0]}")
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def joined() -> Group:
+    """The group of the job that this process is a rank of. Raises PatchError where it is none."""
+    if _GROUPS and dist.is_initialized():
+        return _GROUPS[0]
+    _GROUPS.clear()
+    if not dist.is_available():
+        raise PatchError("this torch was built without torch.distributed: install one with it for parallel='tp'")
+    if not dist.is_initialized():
+        if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+            raise PatchError(
+                f"parallel='tp' is for a job of several processes, and {missing[0]} is not set: start the program by "
+                "`torchrun --nproc-per-node 2 program.py`, or call torch.distributed.init_process_group first"
+            )
+        _initialise()
+    _GROUPS.append(Group())
+    return _GROUPS[0]
+
+
+def _initialise() -> None:
+    """Join the job, on a GPU by NCCL (of ROCm's torch: RCCL), else by gloo."""
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", timeout=MOST)
+        return
+    local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    if local >= torch.cuda.device_count():
+        raise PatchError(
+            f"rank {os.environ['RANK']} is the {local + 1}th of this machine, which has {torch.cuda.device_count()} "
+            "GPUs: start at most that many ranks here"
+        )
+    torch.cuda.set_device(local)
+    dist.init_process_group("nccl", timeout=MOST, device_id=torch.device("cuda", local))
