@@ -220,7 +220,8 @@ def writing(model: nn.Module) -> Iterator[None]:
     if device_of(model).type != "cpu" or any(is_offloaded(module) for module in model.modules()):
         yield
         return
-    carry_out(model, Request(plan_of(model, recipes.load("int8"), devices.probe("cpu")), keep_original="cpu"))
+    planned = plan_of(model, recipes.load("int8"), devices.probe("cpu"))
+    carry_out(model, Request(planned, keep_original="cpu", placement=placement_of(model)))
     try:
         yield
     finally:
@@ -230,7 +231,8 @@ def writing(model: nn.Module) -> Iterator[None]:
 def carry_out(model: Any, request: Request) -> None:
     """Patch `model` as planned."""
     notes: list[str] = []
-    planned, extent = request.planned, request.extent
+    planned, extent = request.planned.agreed(request.placement), request.extent
+    request = replace(request, planned=planned)
     request.placement.check_room(planned)
     gemms = gemms_of(planned)
     formula.check_unpacking(planned.entries)

@@ -42,9 +42,9 @@ class Shards(Placement):
     def agreed(self, reason: str | None) -> str | None:
         return reason if self.group is None else self.group.agreed(reason)
 
-    def agreed_all(self, reasons: Mapping[int, str]) -> dict[int, str]:
+    def agreed_all(self, reasons: Mapping[Any, str]) -> dict[Any, str]:
         every = [dict(reasons)] if self.group is None else self.group.exchange(dict(reasons))
-        found: dict[int, str] = {}
+        found: dict[Any, str] = {}
         for one in every:
             found = {**one, **found}
         return found

@@ -47,8 +47,8 @@ class Placement:
         """Why a replacement may not stay, here or on another rank of a tensor-parallel job; None where it may."""
         return reason
 
-    def agreed_all(self, reasons: Mapping[int, str]) -> dict[int, str]:
-        """The same of the layers that are not fused: place -> why."""
+    def agreed_all(self, reasons: Mapping[Any, str]) -> dict[Any, str]:
+        """The same of several, by their place or path: all that some rank has a reason for."""
         return dict(reasons)
 
     def begin(self, ids: Tensor, config: Any) -> None:
