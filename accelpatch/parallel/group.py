@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import pickle
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +35,7 @@ class Group:
         self._store = dist.PrefixStore("accelpatch/exchange", store)
         apart = store.clone() if hasattr(store, "clone") else store
         self.watchdog = Watchdog(dist.PrefixStore("accelpatch/watchdog", apart), self.rank, self.world)
-        self._exchanges = 0
+        self._attempt, self._exchanges = 0, 0
 
     def __deepcopy__(self, memo: Any) -> Group:
         return self
@@ -61,10 +63,11 @@ class Group:
         """What every rank gave, in their order. Raises PatchError, with its name, where one of them is gone."""
         number, self._exchanges = self._exchanges, self._exchanges + 1
         try:
-            self._store.set(f"{number}/{self.rank}", pickle.dumps(mine))
-            found = [pickle.loads(self._taken(f"{number}/{other}")) for other in range(self.world)]
+            keys = [f"{self._attempt}/{number}/{rank}" for rank in range(self.world)]
+            self._store.set(keys[self.rank], pickle.dumps(mine))
+            found = [pickle.loads(self._taken(key)) for key in keys]
             if number > 1:  # which every rank has read: each was in the exchange after it
-                self._store.delete_key(f"{number - 2}/{self.rank}")
+                self._store.delete_key(f"{self._attempt}/{number - 2}/{self.rank}")
         except RuntimeError as error:
             raise self._named(error) from error
         return found
@@ -72,8 +75,8 @@ class Group:
     def _taken(self, key: str) -> bytes:
         until, pause = time.monotonic() + MOST.total_seconds(), 1e-4
         while not self._store.check([key]):
-            if self.watchdog.lost is not None:
-                raise PatchError(self.watchdog.lost)
+            if (lost := self.watchdog.gone()) is not None and not self._store.check([key]):
+                raise PatchError(lost)
             if time.monotonic() > until:
                 raise PatchError(f"rank {key.rpartition('/')[2]} did not come within {MOST}")
             time.sleep(pause)
@@ -99,8 +102,15 @@ class Group:
             return None
         return reason if first == self.rank else f"on rank {first}, {every[first]}"
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Context manager: something that all ranks do together; where one fails, the others are told why."""
+        self._attempt, self._exchanges = self._attempt + 1, 0
+        with self.watchdog.attempt():
+            yield
+
     def _named(self, error: RuntimeError) -> PatchError:
-        lost = self.watchdog.name_lost(STALE + 2)
+        lost = self.watchdog.gone(within=STALE + 2)
         return PatchError(lost or f"the ranks lost each other: {(str(error).splitlines() or [''])[0]}")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.errors import AccelpatchError, ArgumentError, PatchError
+from accelpatch.errors import ArgumentError, PatchError
 from accelpatch.parallel.group import Group, joined
 from accelpatch.parallel.reductions import AddUp, Begin, Gather, LookUp
 from accelpatch.parallel.shards import Cutter, experts_of
@@ -107,21 +107,17 @@ def sharded(
         return
     if parallel != TP:
         raise ArgumentError(f"parallel is {parallel!r}; it is None, or 'tp' for tensor parallel")
+    check_whole(model)
     group = joined()
-    try:
-        check_whole(model)
+    with group.together():
         group.check_alike({**facts, **_facts_of(model)})
         shards = split(model, recipe, group)
-    except BaseException as error:
-        group.watchdog.fail(_said(error))
-        raise
-    try:
-        yield
-    except BaseException as error:
-        shards.cutter.undo.back()
-        group.watchdog.fail(_said(error))
-        raise
-    shards.cutter.undo.steps.clear()  # which hold the whole weights
+        try:
+            yield
+        except BaseException:
+            shards.cutter.undo.back()
+            raise
+        shards.cutter.undo.steps.clear()  # which hold the whole weights
 
 
 def check_whole(model: Any) -> None:
@@ -193,7 +189,3 @@ def _bytes(model: nn.Module) -> int:
 def _span(part: range) -> str:
     return f"{part.start} to {part.stop - 1}"
 
-
-def _said(error: BaseException) -> str:
-    text = (str(error).splitlines() or [""])[0]
-    return text if isinstance(error, AccelpatchError) else f"{type(error).__name__}: {text}"
