@@ -23,6 +23,7 @@ from accelpatch.parallel.watchdog import STALE, Watchdog
 
 MOST = timedelta(minutes=10)  # that a collective may wait for a rank that still gives signs
 _GROUPS: list[Group] = []
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
 class Group:
@@ -54,7 +55,7 @@ class Group:
         mine = x if last == most else torch.nn.functional.pad(x, (0, most - last))
         held = mine.new_empty(self.world, *mine.shape)
         try:
-            dist.all_gather_into_tensor(held.view(-1), mine.contiguous().view(-1))
+            _all_gather(held.view(-1), mine.contiguous().view(-1))
         except RuntimeError as error:
             raise self._named(error) from error
         return torch.cat([one[..., :size] for one, size in zip(held.unbind(), sizes, strict=True)], dim=-1)
