@@ -25,7 +25,9 @@ def to_start(count: int, without: Mapping[str, Any]) -> bool:
         return False
     for name, value in without.items():
         if value:
-            raise typer.BadParameter(f"goes without {name}: the ranks have parts of one patched model", param_hint="--tp")
+            raise typer.BadParameter(
+                f"goes without {name}: the ranks have parts of one patched model", param_hint="--tp"
+            )
     return "RANK" not in os.environ
 
 

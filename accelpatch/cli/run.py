@@ -70,7 +70,8 @@ def run(
     text = _text(prompt, system, raw, chat)
     options.check_generation(model, recipe, max_new_tokens, original=compare or tp > 1, adapters=adapter)
     if ranks.to_start(tp, {"--compare": compare, "--adapter": adapter}):
-        return ranks.start(tp, text if prompt == "-" else None)
+        ranks.start(tp, text if prompt == "-" else None)
+        return
     options.prepare(recipe or options.DEFAULT_RECIPE, plugin)
     given: Any = {"recipe": recipe, "statistics": statistics, "verify": verify}
     given |= {"parallel": "tp"} if tp > 1 else {}

@@ -97,7 +97,14 @@ FAMILIES: tuple[Family, ...] = (
         "ernie4_5", _LLAMA, LLAMA_SMOOTHING, "Ernie4_5", Norm(), LayerForm(), Rotary(tables="float32", interleaved=True)
     ),
     Family(
-        "olmo2", _LLAMA, BEHIND, "Olmo2", Norm(late=True), _POST_NORM, Rotary(tables="float32"), q_k_norm="all",
+        "olmo2",
+        _LLAMA,
+        BEHIND,
+        "Olmo2",
+        Norm(late=True),
+        _POST_NORM,
+        Rotary(tables="float32"),
+        q_k_norm="all",
         unsharded=_OVER_ALL,
     ),  # fmt: skip
     Family("gemma", _LLAMA, LLAMA_SMOOTHING, "Gemma", Norm("eps", plus_one=True), LayerForm(), Rotary()),

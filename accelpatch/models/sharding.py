@@ -58,5 +58,5 @@ WHOLE_HEADS: Mapping[str, str] = MappingProxyType(
         "q_layernorm": "its queries have a norm for each head",
     }
 )
-# Group sizes that quantised weights have along K, the largest first: parts of K are whole groups where that is possible.
+# Group sizes of quantised weights along K, the largest first: parts of K are whole groups where that is possible.
 UNITS = (128, 64, 32, 16, 8, 4, 2, 1)

@@ -89,9 +89,9 @@ class Group:
         every = self.exchange(facts)
         for name, first in every[0].items():
             for rank, others in enumerate(every):
-                if others[name] != first:
+                if others.get(name) != first:
                     raise PatchError(
-                        f"the ranks differ: {name} is {_short(first)} on rank 0 and {_short(others[name])} on rank "
+                        f"the ranks differ: {name} is {_short(first)} on rank 0 and {_short(others.get(name))} on rank "
                         f"{rank}; start all of them with the same program and arguments"
                     )
 
@@ -116,7 +116,7 @@ class Group:
 
 
 def _short(value: Any) -> str:
-    text = str(value)
+    text = " ".join(str(value).split())
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 

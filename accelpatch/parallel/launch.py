@@ -43,7 +43,7 @@ def run(command: Sequence[str], ranks: int, environment: Mapping[str, str]) -> N
 
 
 def _launch(command: Sequence[str], ranks: int, folder: str) -> None:
-    others: Any = {rank: Std.ALL for rank in range(1, ranks)}
+    others: Any = dict.fromkeys(range(1, ranks), Std.ALL)
     config = LaunchConfig(
         1, 1, ranks, run_id="accelpatch", rdzv_backend="static", rdzv_endpoint=f"127.0.0.1:{_free_port()}",
         rdzv_configs={"rank": 0}, max_restarts=0, logs_specs=DefaultLogsSpecs(folder, redirects=others),

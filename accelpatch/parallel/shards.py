@@ -90,7 +90,9 @@ class Cutter:
         if "o_proj" not in roles:
             raise PatchError(f"{type(self.model).__name__} cannot be split among ranks: attention has no known output")
         size = shape_of(child_of(layer, roles["o_proj"]))[1] // heads
-        inner = next((shape_of(child_of(layer, roles[role]))[1] for role in ("down_proj", "fc2") if role in roles), None)
+        inner = next(
+            (shape_of(child_of(layer, roles[role]))[1] for role in ("down_proj", "fc2") if role in roles), None
+        )
         sparse = experts_of(layer)
         return LayerParts(
             heads_of(heads, kv_heads, self.world)[self.rank], size,
@@ -209,7 +211,9 @@ def known_family(model: Any) -> Family:
     family = family_of(config)
     causal = any(family_of_class(model, ending) is not None for ending in ("ForCausalLM", "LMHeadModel"))
     if family is None or not causal:
-        raise PatchError(f"{name} is no causal language model of the family table, and only those are split among ranks")
+        raise PatchError(
+            f"{name} is no causal language model of the family table, and only those are split among ranks"
+        )
     if family.unsharded is not None:
         raise PatchError(f"{name} cannot be split among ranks: {family.unsharded}")
     return family
@@ -246,4 +250,3 @@ def _cut(data: Tensor, dim: int, ranges: Sequence[range]) -> Tensor:
     """A copy of some ranges along one dimension, so that the whole can be freed."""
     held = [data.narrow(dim, one.start, len(one)) for one in ranges]
     return torch.cat(held, dim) if len(held) > 1 else held[0].clone(memory_format=torch.contiguous_format)
-

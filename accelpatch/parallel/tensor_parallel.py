@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.errors import ArgumentError, PatchError
+from accelpatch.models.family import child_of, linears_of
+from accelpatch.models.sharding import SPLITS
 from accelpatch.parallel.group import Group, joined
 from accelpatch.parallel.reductions import AddUp, Begin, Gather, LookUp
 from accelpatch.parallel.shards import Cutter, experts_of
-from accelpatch.models.family import child_of, linears_of
-from accelpatch.models.sharding import SPLITS
 from accelpatch.patching.placement import SHARDS, Placement, hooks_of
 from accelpatch.report import human
 
@@ -93,9 +93,7 @@ def shards_of(model: nn.Module) -> Shards | None:
 
 
 @contextmanager
-def sharded(
-    model: Any, parallel: str | None, recipe: Any, facts: Mapping[str, Any]
-) -> Iterator[None]:
+def sharded(model: Any, parallel: str | None, recipe: Any, facts: Mapping[str, Any]) -> Iterator[None]:
     """Context manager: the model is split among the ranks; on an exception it is whole again, and the other ranks hear
     of it. parallel: None for a model that stays as it is. facts: of what is asked for, that must be alike.
 
@@ -177,7 +175,7 @@ def _facts_of(model: Any) -> dict[str, Any]:
     shapes = [(name, tuple(one.shape), str(one.dtype)) for name, one in model.named_parameters()]
     return {
         "the model's class": type(model).__name__,
-        "its configuration": model.config.to_json_string(use_diff=False),
+        **{f"the configuration's {name}": one for name, one in model.config.to_dict().items()},
         "the weights' shapes and dtypes (by their digest)": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
     }
 
@@ -188,4 +186,3 @@ def _bytes(model: nn.Module) -> int:
 
 def _span(part: range) -> str:
     return f"{part.start} to {part.stop - 1}"
-

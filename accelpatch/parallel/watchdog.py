@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-BEAT, STALE, GRACE, LAST = 1.0, 15.0, 5.0, 5.0  # seconds: between beats; without one; to end by an error; at the end
+# seconds: between beats; without one (a rank may compile, or import, meanwhile); to end by an error; at the end
+BEAT, STALE, GRACE, LAST = 1.0, 15.0, 5.0, 5.0
 
 
 class Watchdog:
@@ -33,6 +36,9 @@ class Watchdog:
         self._ended = threading.Event()
         self.lost: str | None = None
         self._attempt, self._inside = 0, False
+        self._host = f"{socket.gethostname()} {_boot()}"
+        self._pids: dict[int, int] = {}  # of the other ranks on this machine
+        store.set(f"process/{rank}", f"{os.getpid()} {self._host}")
         self._since = 0.0  # when a rank was found to be lost, or to have failed
         self._thread = threading.Thread(target=self._run, name="accelpatch watchdog", daemon=True)
         self._thread.start()
@@ -62,7 +68,7 @@ class Watchdog:
         self._say(f"done/{self._rank}", by or "")
         until = time.monotonic() + LAST
         try:
-            while time.monotonic() < until and not all(self._store.check([f"done/{other}"]) for other in self._seen):
+            while time.monotonic() < until and self.lost is None and not all(map(self._has_ended, self._seen)):
                 time.sleep(0.05)
         except RuntimeError:
             return
@@ -120,10 +126,41 @@ class Watchdog:
                 ended = self._store.check([f"done/{other}"])
                 if ended and (text := self._store.get(f"done/{other}").decode()):
                     self.lost = f"rank {other} has ended: {text}"
+                elif not ended and self._is_dead(other):
+                    self.lost = f"rank {other} has ended: its process is gone, without a word"
                 elif not ended and now - self._seen[other][1] > STALE:
                     self.lost = f"rank {other} has ended or is stuck: it gave no sign for {STALE:.0f} s"
         except RuntimeError as error:
             self.lost = f"the job's store is gone, which rank 0 or torchrun holds ({first_line(error)})"
+
+    def _has_ended(self, other: int) -> bool:
+        return self._is_dead(other) or bool(self._store.check([f"done/{other}"]))
+
+    def _is_dead(self, other: int) -> bool:
+        """Whether the process of a rank on this machine is no more."""
+        if other not in self._pids:
+            if not self._store.check([f"process/{other}"]):
+                return False
+            pid, _, host = self._store.get(f"process/{other}").decode().partition(" ")
+            self._pids[other] = int(pid) if host == self._host else 0
+        return self._pids[other] > 0 and _is_gone(self._pids[other])
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether there is no process of this number, or one that has ended and whose parent has not asked."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="latin-1") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return Path("/proc/self/stat").exists()  # without /proc nothing is known
+
+
+def _boot() -> str:
+    """What tells this machine, or its container, from others."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def first_line(error: BaseException) -> str:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from accelpatch.errors import PatchError
 
-
 SHARDS = "_accelpatch_shards"  # attribute of a model that tensor parallel split: its placement
 
 
