@@ -49,9 +49,9 @@ def load(
     """
     level = level_of(verify)
     register_checkpoints()
+    given: Any = {"statistics": statistics, "data": data, "verify": level, "resume": resume, "parallel": parallel}
     if parallel is not None:
-        given = {"statistics": statistics, "data": data, "verify": level, "resume": resume, "parallel": parallel}
-        return _in_parts(name, recipe, dtype, progress, given)
+        return _whole(name, recipe, dtype, "cpu", progress, given)
     if str(device).startswith("cpu"):
         native_library.say_where_missing(devices.probe("cpu"))
     layout = foreign.layout_of(name)
@@ -70,23 +70,19 @@ def load(
         if resolve(name).kind != "gguf" and not calibrates(wanted):
             config = quantization_config.AccelpatchConfig(wanted, progress=shown, resume=resume, verify=level)
             return loading.load(name, **options, quantization=config)
-        loaded = loading.load(name, **options)
-        patch(
-            loaded.model, wanted, keep_original="none", statistics=statistics, data=data, tokenizer=loaded.tokenizer,
-            verify=level, progress=shown, resume=resume,
-        )  # fmt: skip
-        handle_of(loaded.model).keep_original = apply.LOADED
-        return loaded
+        return _whole(name, wanted, dtype, device, shown, given)
 
 
-def _in_parts(name: str, recipe: AnyRecipe | None, dtype: Any, progress: Any, given: dict[str, Any]) -> Loaded:
-    """A float checkpoint that is split among the ranks of a job as it is patched. given: more arguments of `patch`."""
+def _whole(
+    name: str, recipe: AnyRecipe | None, dtype: Any, device: Any, progress: Any, given: dict[str, Any]
+) -> Loaded:
+    """A float checkpoint that is loaded and then patched. given: more arguments of `patch`."""
     if recipe is None or is_patched(name):
         raise LoadError(f"{name}: what is split among ranks is a float checkpoint, with a recipe to patch it by")
     if as_stored.wants(recipes.load(recipe)):
         raise LoadError(f"{name}: blocks of a GGUF file are not split among ranks; take a recipe such as int4")
     with bars.shown(progress) as shown:
-        loaded = loading.load(name, dtype=dtype, progress=shown)
+        loaded = loading.load(name, dtype=dtype, device=device, progress=shown)
         patch(loaded.model, recipe, keep_original="none", tokenizer=loaded.tokenizer, progress=shown, **given)
         handle_of(loaded.model).keep_original = apply.LOADED
     return loaded

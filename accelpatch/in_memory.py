@@ -109,29 +109,22 @@ def patch(
     tokenizer: texts to calibrate on, as of `calibrate`; default: the model calibrates on its own. progress: called with
     (stage, done, total); default: bars in a terminal or a notebook; False for none. resume: a folder for weights that
     calibration has made, the caller's to remove, from which an interrupted call goes on. parallel: "tp" in a job of
-    several processes (torchrun): each keeps its part of the weights, on its own GPU, and `unpatch` gives that part
-    back, not the whole (docs/parallel.md). A PeftModel keeps its adapters. Raises ArgumentError, RecipeError,
-    PlanError, PatchError and KernelError.
+    several processes: each keeps and patches its part (docs/parallel.md), which is what `unpatch` gives back. A
+    PeftModel keeps its adapters. Raises ArgumentError, RecipeError, PlanError, PatchError and KernelError.
     """
     if keep_original not in KEEP_ORIGINAL:
         raise PatchError(f"keep_original is {keep_original!r}; it is one of {', '.join(KEEP_ORIGINAL)}")
     check_module(model)
     given, model, extent = model, unwrapped(model), Extent(level_of(verify))
-    recipe = recipes.load(recipe)
-    facts = {
-        "the recipe's name": recipe.name,
-        "the recipe": recipes.dump(recipe),
-        "verify": extent.level,
-        "keep_original": keep_original,
-    }
     check_patchable(model, placement_of(model))
-    with sharded(given, parallel, recipe, facts), bars.shown(progress) as shown:
-        placement = placement_of(model)
+    wanted = recipes.load(recipe)
+    alike = {"the recipe": recipes.dump(wanted), "verify": extent.level, "keep_original": keep_original}
+    with sharded(model, parallel, wanted, alike), bars.shown(progress) as shown:
         watch = Stopwatch(shown)
-        planned = compiled(plan(model, recipe, device=device), watch)
+        planned = compiled(plan(model, wanted, device=device), watch)
         request = Request(
-            planned, watch, inputs, keep_original, extent, save=save, statistics=statistics, placement=placement,
-            data=data, tokenizer=tokenizer, resume=resume,
+            planned, watch, inputs, keep_original, extent, save=save, statistics=statistics,
+            placement=placement_of(model), data=data, tokenizer=tokenizer, resume=resume,
         )  # fmt: skip
         carry_out(model, request)
     if not hasattr(given, apply.HANDLE):

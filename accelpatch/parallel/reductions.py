@@ -34,7 +34,7 @@ class Across:
                 "(accelpatch.merge, or merge_and_unload of PEFT), and load the result with parallel='tp'"
             )
         if output.requires_grad:
-            made: Tensor = _NoBackward.apply(output, self)  # type: ignore[no-untyped-call]
+            made: Tensor = _NoBackward.apply(output, self)
             return made
         return self.across(output)
 
@@ -106,7 +106,7 @@ class _NoBackward(torch.autograd.Function):
     """An output of all ranks whose gradient is refused."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, across: Across) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, part: Tensor, across: Across) -> Tensor:
         return across.across(part.clone())
 
     @staticmethod

@@ -73,7 +73,7 @@ class Shards(Placement):
             return
         digest = hashlib.sha256(ids.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
         sampled = bool(getattr(config, "do_sample", False))
-        asked = {"the prompt's shape": tuple(ids.shape), "the prompt (by its digest)": digest}
+        asked: dict[str, Any] = {"the prompt's shape": tuple(ids.shape), "the prompt (by its digest)": digest}
         asked |= {"max_length": getattr(config, "max_length", None), "do_sample": sampled}
         self.group.check_alike(asked)
         if sampled:
@@ -94,8 +94,8 @@ def shards_of(model: nn.Module) -> Shards | None:
 
 @contextmanager
 def sharded(model: Any, parallel: str | None, recipe: Any, facts: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: the model is split among the ranks; on an exception it is whole again, and the other ranks hear
-    of it. parallel: None for a model that stays as it is. facts: of what is asked for, that must be alike.
+    """Context manager: the model is split among the ranks; on an exception it is whole again, and the other ranks get
+    to know of it. parallel: None for a model that stays as it is. facts: of what is asked for, that must be alike.
 
     Raises ArgumentError for another `parallel`, and PatchError where there is no job, the ranks differ, or a dimension
     cannot be split among so many.
@@ -108,7 +108,7 @@ def sharded(model: Any, parallel: str | None, recipe: Any, facts: Mapping[str, A
     check_whole(model)
     group = joined()
     with group.together():
-        group.check_alike({**facts, **_facts_of(model)})
+        group.check_alike({"the recipe's name": recipe.name, **facts, **_facts_of(model)})
         shards = split(model, recipe, group)
         try:
             yield

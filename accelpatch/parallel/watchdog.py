@@ -156,7 +156,7 @@ def _is_gone(pid: int) -> bool:
 
 
 def _boot() -> str:
-    """What tells this machine, or its container, from others."""
+    """A name of this machine, or container, that no other has."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

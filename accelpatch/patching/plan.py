@@ -63,17 +63,6 @@ class Plan:
         kept = tuple(group for group in self.groups if group.source not in kept_here)
         return replace(self, entries=tuple(entries), groups=kept)
 
-    def agreed(self, placement: Placement) -> Plan:
-        """This plan without what another rank of a tensor-parallel job cannot replace: the ranks go in step."""
-        stay = {e.site.path: e.reason or "kept" for e in self.entries if e.replacer is None}
-        elsewhere = {path: why for path, why in placement.agreed_all(stay).items() if path not in stay}
-        if not elsewhere:
-            return self
-        said = {path: f"{why} (on another rank)" for path, why in elsewhere.items()}
-        kept = tuple(group for group in self.groups if group.source not in elsewhere)
-        entries = tuple(e.kept(said[e.site.path]) if e.site.path in said else e for e in self.entries)
-        return replace(self, entries=entries, groups=kept)
-
     @property
     def libraries(self) -> tuple[str, ...]:
         """The device libraries that the replacements launch, as far as that is known before they are built."""

@@ -24,7 +24,7 @@ class ModelRuntime:
     loss = "whole"
     padding = "remove"
     compiled: Any = None  # the model's forward, compiled; None where the recipe does not ask for it
-    begin: Any = staticmethod(lambda ids, config: None)  # called before generate() decodes: that of a placement
+    begin: Any = None  # called with ids and configuration before generate() decodes; None for nothing
     static_cache = False  # whether generate() makes a static cache, for the compiled forward
 
     def __init__(self, *settings: Any) -> None:

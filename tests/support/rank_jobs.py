@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def greedy(model: Any, rows: int = 3, **options: Any) -> list[list[int]]:
 
 def compared(name: str, recipe: Any, rows: int = 3, **options: Any) -> dict[str, Any]:
     """A split model beside the whole one, both patched: relative difference of logits, and the tokens of some rows."""
-    whole = (CAUSAL.get(name) or EXPERTS[name]).make()
+    whole: Any = (CAUSAL.get(name) or EXPERTS[name]).make()
     parted = copy.deepcopy(whole)
     accelpatch.patch(whole, recipe, progress=False, verify=False)
     tp(parted, recipe, **options)
@@ -94,8 +94,8 @@ def recipes(rank: int, world: int) -> Any:
 
 
 def fused(rank: int, world: int) -> Any:
-    capture.GRAPHS["cpu"] = capture.EagerGraph  # type: ignore[assignment]
-    native_library.why_not = lambda device: "not in this test"  # type: ignore[assignment]
+    cast(Any, capture.GRAPHS)["cpu"] = capture.EagerGraph
+    cast(Any, native_library).why_not = lambda device: "not in this test"
     with_tiles(pytest.MonkeyPatch())
     found = {name: compared(name, "exact") for name in FUSED}
     changed = parse(GROUPS.format("int4", 32) + "  - name: head\n    options: {group_size: null}\n")
@@ -121,7 +121,7 @@ def sampled(rank: int, world: int) -> Any:
 def refused(rank: int, world: int) -> Any:
     """What is refused, with the model whole again, and the same job going on after it."""
     found: dict[str, Any] = {name: _error(CAUSAL[name].make(), "exact") for name in REFUSED}
-    model = CAUSAL["llama"].make()
+    model: Any = CAUSAL["llama"].make()
     before = [(name, one.data_ptr()) for name, one in model.named_parameters()]
     found["recipe"] = _error(model, "int8" if rank else "int4")
     found["model"] = _error(CAUSAL["llama"].make(intermediate_size=96 + 32 * rank), "exact")

@@ -65,8 +65,8 @@ def _job(folder: Path, name: str, world: int) -> Ended:
         if pid in left:
             statuses[left.pop(pid)] = os.waitstatus_to_exitcode(status)
         elif time.monotonic() - begun > MOST or set(left.values()) <= set(STOPPED.get(name, ())):
-            for one in left:
-                os.kill(one, 9)
+            for pid in left:
+                os.kill(pid, 9)
         else:
             time.sleep(0.02)
     results = [_read(folder / f"{name}.{rank}") for rank in range(world)]
