@@ -5,6 +5,7 @@ Rank 0 has the console; what the others write goes to files, of which the last l
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -43,6 +44,7 @@ def run(command: Sequence[str], ranks: int, environment: Mapping[str, str]) -> N
 
 
 def _launch(command: Sequence[str], ranks: int, folder: str) -> None:
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the error says what happened
     others: Any = dict.fromkeys(range(1, ranks), Std.ALL)
     config = LaunchConfig(
         1, 1, ranks, run_id="accelpatch", rdzv_backend="static", rdzv_endpoint=f"127.0.0.1:{_free_port()}",
