@@ -20,7 +20,7 @@ from accelpatch.checkpoints import statistics as files
 from accelpatch.device import Device
 from accelpatch.errors import PatchError, PlanError, SaveError
 from accelpatch.parallel.device_map import placement_of
-from accelpatch.parallel.tensor_parallel import sharded, shards_of
+from accelpatch.parallel.tensor_parallel import sharded, shards_of, split
 from accelpatch.patching import apply, harness
 from accelpatch.patching.evaluation import WINDOW, Evaluation, compare
 from accelpatch.patching.extent import QUICK, Extent, level_of
@@ -50,12 +50,13 @@ def plan(model: nn.Module, recipe: AnyRecipe = "int8", *, device: Device | None 
 
 
 def plan_from_config(
-    name: str, recipe: AnyRecipe = "int8", *, arch: str | None = None, max_length: int | None = None
+    name: str, recipe: AnyRecipe = "int8", *, arch: str | None = None, max_length: int | None = None, ranks: int = 1
 ) -> Plan:
     """A Plan from a model's configuration alone. name: a catalog name, or a folder with a config.json.
 
     arch: the GPU to plan for, a key of `accelpatch.device.KNOWN`; default: this CPU. max_length: length of the KV cache
-    in tokens, in place of the recipe's. Raises LoadError, RecipeError and PlanError.
+    in tokens, in place of the recipe's. ranks: plan for the first of so many, among which tensor parallel splits the
+    model. Raises LoadError, RecipeError, PlanError, and PatchError for a model that cannot be split.
     """
     if arch is not None and arch not in devices.KNOWN:
         raise PlanError(devices.unknown(arch))
@@ -64,7 +65,10 @@ def plan_from_config(
         loaded = as_stored.recipe_of(loaded, gguf_tensors.open_gguf(path))
     if max_length is not None:
         loaded = replace(loaded, runtime=replace(loaded.runtime, max_length=max_length))
-    return plan(loading.from_config(name), loaded, device=devices.KNOWN[arch] if arch else devices.probe("cpu"))
+    model = loading.from_config(name)
+    if ranks > 1:
+        split(model, loaded, None, 0, ranks)
+    return plan(model, loaded, device=devices.KNOWN[arch] if arch else devices.probe("cpu"))
 
 
 def calibrate(
