@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelpatch.errors import PatchError
+from accelpatch.parallel import peer_memory
 from accelpatch.parallel.watchdog import STALE, Watchdog
 
 MOST = timedelta(minutes=10)  # that a collective may wait for a rank that still gives signs
@@ -32,6 +33,7 @@ class Group:
     def __init__(self) -> None:
         self.rank, self.world, self.backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
         self.device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in self.backend else None
+        self.peers = peer_memory.asked_for(self.device, dist.group.WORLD, self.rank, self.world)
         store: Any = dist.distributed_c10d._get_default_store()
         prefixed: Any = vars(dist)["PrefixStore"]
         self._store = prefixed("accelpatch/exchange", store)
@@ -42,8 +44,16 @@ class Group:
     def __deepcopy__(self, memo: Any) -> Group:
         return self
 
+    @property
+    def by(self) -> str:
+        """By what activations are added up, for reports."""
+        small = f", up to {peer_memory.MOST >> 10} KB one-shot over peer memory" if self.peers is not None else ""
+        return f"{self.backend}{small}"
+
     def all_reduce_(self, x: Tensor) -> Tensor:
-        """x, in place the sum over all ranks."""
+        """The sum of x over all ranks; may be written into x."""
+        if self.peers is not None and self.peers.takes(x):
+            return self.peers.summed(x)
         try:
             dist.all_reduce(x)
         except RuntimeError as error:

@@ -52,7 +52,7 @@ class Shards(Placement):
     def lines(self) -> list[str]:
         cutter = self.cutter
         first, (whole, part) = cutter.planned[0], self.parts
-        by = "" if self.group is None else f" ({self.group.backend})"
+        by = "" if self.group is None else f" ({self.group.by})"
         held = [
             f"query heads {_span(first.heads.query)}", f"key heads {_span(first.heads.kv)}",
             *(f"{name} {_span(one)}" for name, one in (("inner columns", first.inner), ("columns of experts",

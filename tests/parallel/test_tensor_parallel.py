@@ -16,6 +16,7 @@ from tests.support.tiny import CAUSAL
 
 JOBS = (
     ("families", 2), ("recipes", 2), ("fused", 2), ("four", 4), ("sampled", 2), ("refused", 2), ("too_many", 4),
+    ("peer_memory", 2),
     ("killed", 2), ("raising", 2), ("failing", 2),
 )  # fmt: skip
 SLACK = 2e-6  # of logits in float32, relative to the largest: another order of additions in two layers
@@ -114,6 +115,12 @@ def test_refusals(ended: dict[str, ranks.Ended]) -> None:
         assert one["whole"]
         assert not one["hooks"]
         assert one["tokens"] == one["unpatched"] == one["whole tokens"]
+
+
+def test_an_all_reduce_that_cannot_run_is_refused(ended: dict[str, ranks.Ended]) -> None:
+    for first, second in ended["peer_memory"].results:
+        assert "ACCELPATCH_ALL_REDUCE=one_shot needs GPUs, and this job computes on the CPU" in first
+        assert "ACCELPATCH_ALL_REDUCE is 'fast'; it is nccl or one_shot" in second
 
 
 def test_a_world_that_no_dimension_allows(ended: dict[str, ranks.Ended]) -> None:

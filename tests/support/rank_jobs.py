@@ -33,7 +33,7 @@ RECIPES: dict[str, Any] = {
 }
 FAMILIES = ("llama", "gemma2", "granite", "phi3", "gpt_neox", "gpt2", "cohere", "opt", "mixtral")
 REFUSED = ("olmo2", "bloom", "falcon", "gptj")
-FUSED = ("llama", "gemma2", "phi3", "gpt_neox")
+FUSED = ("llama", "gemma2", "phi3", "granite", "cohere")
 
 
 def warm() -> None:
@@ -137,6 +137,13 @@ def refused(rank: int, world: int) -> Any:
     found["unpatched"], found["twice"] = greedy(model), _error(model, "exact")
     found["whole tokens"] = greedy(CAUSAL["llama"].make())
     return found
+
+
+def peer_memory(rank: int, world: int) -> Any:
+    os.environ["ACCELPATCH_ALL_REDUCE"] = "one_shot"
+    found = _error(CAUSAL["llama"].make(), "exact")
+    os.environ["ACCELPATCH_ALL_REDUCE"] = "fast"
+    return found, _error(CAUSAL["llama"].make(), "exact")
 
 
 def too_many(rank: int, world: int) -> Any:
