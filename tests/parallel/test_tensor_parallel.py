@@ -69,7 +69,7 @@ def test_recipes(ended: dict[str, ranks.Ended], name: str) -> None:
     assert "the native step does not add up between the ranks" in said
 
 
-@pytest.mark.parametrize("name", [*FUSED, "int4", "drafts"])
+@pytest.mark.parametrize("name", [*FUSED, "int4", "mixtral", "drafts"])
 def test_fused_layers_and_captured_steps(ended: dict[str, ranks.Ended], name: str) -> None:
     assert ended["fused"].statuses == [0, 0], ended["fused"].errors
     assert_like_the_whole(ended["fused"].results, name)

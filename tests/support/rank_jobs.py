@@ -100,6 +100,7 @@ def fused(rank: int, world: int) -> Any:
     found = {name: compared(name, "exact") for name in FUSED}
     changed = parse(GROUPS.format("int4", 32) + "  - name: head\n    options: {group_size: null}\n")
     found["int4"] = compared("llama", changed, verify=False)
+    found["mixtral"] = compared("mixtral", parse(GROUPS.format("int4", 32)), verify=False)
     speculating = parse("extends: exact\nruntime: {speculate: prompt_lookup}\n")
     return found | {"drafts": compared("llama", speculating, verify=False, rows=1)}
 
