@@ -279,4 +279,4 @@ def _carry_out(model: Any, request: Request) -> None:
             raise
     report.seconds.update(request.watch.seconds)
     if nothing := report.why_nothing():
-        warnings.warn(f"{nothing}. The model is as fast as it was", stacklevel=3)
+        warnings.warn(f"{nothing}. The model is as fast as it was", stacklevel=4)

@@ -86,7 +86,7 @@ def capture(model: nn.Module, request: Request, made: Callable[[nn.Module], list
     if plan.recipe.verify.on_failure == "error":
         raise VerifyError(f"{reason}; nothing was changed. Give some: accelpatch.patch(model, recipe, inputs=[...])")
     more = "give some: accelpatch.patch(model, recipe, inputs=[...])"
-    warnings.warn(f"nothing is verified, {reason}; {more}", stacklevel=3)
+    warnings.warn(f"nothing is verified, {reason}; {more}", stacklevel=4)
     return Captured(missing=reason, sought=True)
 
 
