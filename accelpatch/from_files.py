@@ -37,17 +37,21 @@ FROM_CHECKPOINT = "quantised weights are those of the checkpoint: their differen
 def load(
     name: str, recipe: AnyRecipe | None = None, *, dtype: Any = "auto", device: Any = "cpu",
     statistics: Statistics | str | Path | None = None, data: Any = None, verify: bool | str = True,
-    progress: Progress | bool | None = None, resume: Path | None = None,
+    progress: Progress | bool | None = None, resume: Path | None = None, parallel: str | None = None,
 ) -> Loaded:  # fmt: skip
     """Load a model by short name, folder, GGUF file or hub name; a saved patched model comes back patched.
 
     recipe: patch a float checkpoint while it loads: each weight is quantised as soon as it is read, so that memory
     holds the result and one weight more; for a recipe that calibrates it is loaded whole. statistics, data: see
     `patch`. dtype: "auto" keeps the checkpoint's. verify, progress: see `patch`. resume: a folder for finished weights,
-    the caller's to remove, from which an interrupted call goes on. Raises LoadError, and what `patch` raises.
+    the caller's to remove, from which an interrupted call goes on. parallel: as in `patch`; the checkpoint is a float
+    one, and needs a recipe. Raises LoadError, and what `patch` raises.
     """
     level = level_of(verify)
     register_checkpoints()
+    given: Any = {"statistics": statistics, "data": data, "verify": level, "resume": resume, "parallel": parallel}
+    if parallel is not None:
+        return _whole(name, recipe, dtype, "cpu", progress, given)
     if str(device).startswith("cpu"):
         native_library.say_where_missing(devices.probe("cpu"))
     layout = foreign.layout_of(name)
@@ -66,13 +70,22 @@ def load(
         if resolve(name).kind != "gguf" and not calibrates(wanted):
             config = quantization_config.AccelpatchConfig(wanted, progress=shown, resume=resume, verify=level)
             return loading.load(name, **options, quantization=config)
-        loaded = loading.load(name, **options)
-        patch(
-            loaded.model, wanted, keep_original="none", statistics=statistics, data=data, tokenizer=loaded.tokenizer,
-            verify=level, progress=shown, resume=resume,
-        )  # fmt: skip
+        return _whole(name, wanted, dtype, device, shown, given)
+
+
+def _whole(
+    name: str, recipe: AnyRecipe | None, dtype: Any, device: Any, progress: Any, given: dict[str, Any]
+) -> Loaded:
+    """A float checkpoint that is loaded and then patched. given: more arguments of `patch`."""
+    if recipe is None or is_patched(name):
+        raise LoadError(f"{name}: what is split among ranks is a float checkpoint, with a recipe to patch it by")
+    if as_stored.wants(recipes.load(recipe)):
+        raise LoadError(f"{name}: blocks of a GGUF file are not split among ranks; take a recipe such as int4")
+    with bars.shown(progress) as shown:
+        loaded = loading.load(name, dtype=dtype, device=device, progress=shown)
+        patch(loaded.model, recipe, keep_original="none", tokenizer=loaded.tokenizer, progress=shown, **given)
         handle_of(loaded.model).keep_original = apply.LOADED
-        return loaded
+    return loaded
 
 
 def calibrates(recipe: Recipe) -> bool:

@@ -18,8 +18,9 @@ from accelpatch.checkpoints import as_stored, gguf_tensors
 from accelpatch.checkpoints import save as saving
 from accelpatch.checkpoints import statistics as files
 from accelpatch.device import Device
-from accelpatch.errors import PatchError, PlanError
+from accelpatch.errors import PatchError, PlanError, SaveError
 from accelpatch.parallel.device_map import placement_of
+from accelpatch.parallel.tensor_parallel import sharded, shards_of, split
 from accelpatch.patching import apply, harness
 from accelpatch.patching.evaluation import WINDOW, Evaluation, compare
 from accelpatch.patching.extent import QUICK, Extent, level_of
@@ -49,12 +50,13 @@ def plan(model: nn.Module, recipe: AnyRecipe = "int8", *, device: Device | None 
 
 
 def plan_from_config(
-    name: str, recipe: AnyRecipe = "int8", *, arch: str | None = None, max_length: int | None = None
+    name: str, recipe: AnyRecipe = "int8", *, arch: str | None = None, max_length: int | None = None, ranks: int = 1
 ) -> Plan:
     """A Plan from a model's configuration alone. name: a catalog name, or a folder with a config.json.
 
     arch: the GPU to plan for, a key of `accelpatch.device.KNOWN`; default: this CPU. max_length: length of the KV cache
-    in tokens, in place of the recipe's. Raises LoadError, RecipeError and PlanError.
+    in tokens, in place of the recipe's. ranks: plan for the first of so many, among which tensor parallel splits the
+    model. Raises LoadError, RecipeError, PlanError, and PatchError for a model that cannot be split.
     """
     if arch is not None and arch not in devices.KNOWN:
         raise PlanError(devices.unknown(arch))
@@ -63,7 +65,10 @@ def plan_from_config(
         loaded = as_stored.recipe_of(loaded, gguf_tensors.open_gguf(path))
     if max_length is not None:
         loaded = replace(loaded, runtime=replace(loaded.runtime, max_length=max_length))
-    return plan(loading.from_config(name), loaded, device=devices.KNOWN[arch] if arch else devices.probe("cpu"))
+    model = loading.from_config(name)
+    if ranks > 1:
+        split(model, loaded, None, 0, ranks)
+    return plan(model, loaded, device=devices.KNOWN[arch] if arch else devices.probe("cpu"))
 
 
 def calibrate(
@@ -95,7 +100,7 @@ def patch(
     model: Model, recipe: AnyRecipe = "int8", *, inputs: Sequence[Mapping[str, Any]] | None = None,
     device: Device | None = None, keep_original: str = "cpu", verify: bool | str = True,
     statistics: Statistics | str | Path | None = None, data: Any = None, tokenizer: Any = None,
-    progress: Progress | bool | None = None, resume: Path | None = None,
+    progress: Progress | bool | None = None, resume: Path | None = None, parallel: str | None = None,
 ) -> Model:  # fmt: skip
     """Replace modules of `model` in place as `recipe` says, and return it; on an error nothing is changed.
 
@@ -107,21 +112,23 @@ def patch(
     "full", "quick", False or "off". statistics: of `calibrate`, or a file of them, for recipes that need some. data,
     tokenizer: texts to calibrate on, as of `calibrate`; default: the model calibrates on its own. progress: called with
     (stage, done, total); default: bars in a terminal or a notebook; False for none. resume: a folder for weights that
-    calibration has made, the caller's to remove, from which an interrupted call goes on. A PeftModel keeps its
-    adapters. Raises ArgumentError, RecipeError, PlanError, PatchError and KernelError.
+    calibration has made, the caller's to remove, from which an interrupted call goes on. parallel: "tp" in a job of
+    several processes: each keeps and patches its part (docs/parallel.md), which is what `unpatch` gives back. A
+    PeftModel keeps its adapters. Raises ArgumentError, RecipeError, PlanError, PatchError and KernelError.
     """
     if keep_original not in KEEP_ORIGINAL:
         raise PatchError(f"keep_original is {keep_original!r}; it is one of {', '.join(KEEP_ORIGINAL)}")
     check_module(model)
     given, model, extent = model, unwrapped(model), Extent(level_of(verify))
-    placement = placement_of(model)
-    check_patchable(model, placement)
-    with bars.shown(progress) as shown:
+    check_patchable(model, placement_of(model))
+    wanted = recipes.load(recipe)
+    alike = {"the recipe": recipes.dump(wanted), "verify": extent.level, "keep_original": keep_original}
+    with sharded(model, parallel, wanted, alike), bars.shown(progress) as shown:
         watch = Stopwatch(shown)
-        planned = compiled(plan(model, recipe, device=device), watch)
+        planned = compiled(plan(model, wanted, device=device), watch)
         request = Request(
-            planned, watch, inputs, keep_original, extent, save=save, statistics=statistics, placement=placement,
-            data=data, tokenizer=tokenizer, resume=resume,
+            planned, watch, inputs, keep_original, extent, save=save, statistics=statistics,
+            placement=placement_of(model), data=data, tokenizer=tokenizer, resume=resume,
         )  # fmt: skip
         carry_out(model, request)
     if not hasattr(given, apply.HANDLE):
@@ -180,6 +187,8 @@ def check_tasks(tasks: Sequence[str]) -> None:
 
 
 def save(model: nn.Module, folder: str | Path, **options: Any) -> None:
+    if shards_of(unwrapped(model)) is not None:
+        raise SaveError("each rank has a part of the model, and a checkpoint holds the whole: save it in one process")
     handle = handle_of(model)
     found = handle.record.verification
     known = found is not None and not found.failures and (found.before or found.extent != QUICK)

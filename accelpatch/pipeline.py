@@ -38,7 +38,7 @@ from accelpatch.parallel.device_map import placement_of
 from accelpatch.patching import apply, formula
 from accelpatch.patching.host_copies import HostCopies, rounded_weights
 from accelpatch.patching.layers import layer_records, record_layers
-from accelpatch.patching.placement import device_of, is_offloaded
+from accelpatch.patching.placement import Placement, device_of, is_offloaded
 from accelpatch.patching.plan import Plan, make_plan
 from accelpatch.patching.request import Request
 from accelpatch.patching.stages import NOT_VERIFIED, Captured, capture, stage_report, verified_build, whole_model
@@ -151,6 +151,9 @@ def fuse(model: nn.Module, request: Request, runtime: Any, captured: Captured, r
     calls = {place: captured.calls.get(record.path, []) for place, record in every.items()}
     with apply.naming("the fused layers", "their weights were laid out and verified"):
         fused = runtime.prepare(model)
+        if elsewhere := _unfused_elsewhere(request, fused, every):
+            runtime.unfuse(elsewhere)
+            fused = runtime.prepare(model)
         if not isinstance(fused, str) and captured.missing is None:
             errors, failed = check_layers(
                 model, fused, calls, captured, request.planned.recipe.verify.metric,
@@ -160,6 +163,13 @@ def fuse(model: nn.Module, request: Request, runtime: Any, captured: Captured, r
     record_layers(every, request.planned.recipe, errors, failed, unfused)
     runtime.unfuse(failed)
     captured.calls.clear()
+
+
+def _unfused_elsewhere(request: Request, fused: Any, every: Mapping[int, Any]) -> dict[int, str]:
+    """Layers that other ranks of a job cannot fuse, and this one can: place -> why."""
+    here = dict.fromkeys(every, fused) if isinstance(fused, str) else dict(fused.unfused)
+    agreed = request.placement.agreed_all(here)
+    return {} if isinstance(fused, str) else {place: why for place, why in agreed.items() if place not in here}
 
 
 def fuse_encoders(model: nn.Module, request: Request, captured: Captured, report: Report) -> None:
@@ -230,15 +240,29 @@ def writing(model: nn.Module) -> Iterator[None]:
     if device_of(model).type != "cpu" or any(is_offloaded(module) for module in model.modules()):
         yield
         return
-    carry_out(model, Request(plan_of(model, recipes.load("int8"), devices.probe("cpu")), keep_original="cpu"))
+    planned = plan_of(model, recipes.load("int8"), devices.probe("cpu"))
+    carry_out(model, Request(planned, keep_original="cpu", placement=placement_of(model)))
     try:
         yield
     finally:
         vars(model)[apply.HANDLE].unpatch()
 
 
+def agreed_plan(planned: Plan, placement: Placement) -> Plan:
+    """The plan without what another rank of a tensor-parallel job cannot replace, so that the ranks go in step."""
+    stay = {entry.site.path: entry.reason or "kept" for entry in planned.entries if entry.replacer is None}
+    said = {path: f"{why} (on another rank)" for path, why in placement.agreed_all(stay).items() if path not in stay}
+    groups = tuple(group for group in planned.groups if group.source not in said)
+    entries = tuple(one.kept(said[one.site.path]) if one.site.path in said else one for one in planned.entries)
+    return replace(planned, entries=entries, groups=groups)
+
+
 def carry_out(model: Any, request: Request) -> None:
     """Patch `model` as planned."""
+    _carry_out(model, replace(request, planned=agreed_plan(request.planned, request.placement)))
+
+
+def _carry_out(model: Any, request: Request) -> None:
     notes: list[str] = []
     planned, extent = request.planned, request.extent
     request.placement.check_room(planned)
@@ -253,7 +277,7 @@ def carry_out(model: Any, request: Request) -> None:
             built, planned = verified_build(request, captured, checked, stats)
         request = replace(request, planned=planned)
         formula.check_unpacking(planned.entries)
-        runtime = new_runtime(planned.device.kind, planned.recipe.runtime)
+        runtime = new_runtime(planned.device.kind, planned.recipe.runtime, request.placement.begin)
         report = stage_report(planned, built, runtime.paths)
         report.notes += notes
         attributes = [*patched_classes(model, runtime), (model, SAVE, request.save)]
@@ -275,4 +299,4 @@ def carry_out(model: Any, request: Request) -> None:
             raise
     report.seconds.update(request.watch.seconds)
     if nothing := report.why_nothing():
-        warnings.warn(f"{nothing}. The model is as fast as it was", stacklevel=3)
+        warnings.warn(f"{nothing}. The model is as fast as it was", stacklevel=4)

@@ -212,9 +212,11 @@ def open_model(name: str, dtype: str, device: str) -> Any:
 
 
 def open_patched(
-    name: str, *, recipe: str | None, dtype: str, device: str, statistics: Path | None, verify: str
-) -> Any:
-    """As `open_model`, patched while it loads by `recipe`, or the default; a saved patched model as it is."""
+    name: str, *, recipe: str | None, dtype: str, device: str, statistics: Path | None, verify: str,
+    parallel: str | None = None,
+) -> Any:  # fmt: skip
+    """As `open_model`, patched while it loads by `recipe`, or the default; a saved patched model as it is. parallel:
+    as in `load`."""
     where = torch_device(device)
     from accelpatch import api
     from accelpatch.models.catalog import resolve
@@ -223,11 +225,12 @@ def open_patched(
     if saved and recipe is not None:
         raise LoadError(_OWN_RECIPE.format(name))
     usual = "gguf" if resolve(name).kind == "gguf" else DEFAULT_RECIPE  # which leaves its weights as they are
-    wanted = None if saved else recipe or usual
+    wanted = None if saved else recipe or (usual if parallel is None else DEFAULT_RECIPE)
     with console.progress_bars() as progress:
         return api.load(
-            name, wanted, dtype=dtype, device=where, statistics=statistics, verify=verify, progress=progress
-        )
+            name, wanted, dtype=dtype, device=where, statistics=statistics, verify=verify, progress=progress,
+            parallel=parallel,
+        )  # fmt: skip
 
 
 def with_adapters(loaded: Any, folders: list[Path] | None) -> tuple[Any, list[str]]:

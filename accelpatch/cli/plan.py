@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import console, options
+from . import console, options, ranks
 from .options import JsonOption, PluginOption, RecipeOption
 
 
@@ -23,6 +23,7 @@ def plan(
     why: Annotated[
         bool, typer.Option("--why", help="Also which kernel runs for how many rows, and why others do not.")
     ] = False,
+    tp: ranks.TensorParallelOption = 1,
     plugin: PluginOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -37,7 +38,7 @@ def plan(
     from accelpatch import api
 
     options.refuse_patched(model)
-    planned = api.plan_from_config(model, recipe, arch=arch, max_length=max_length)
+    planned = api.plan_from_config(model, recipe, arch=arch, max_length=max_length, ranks=tp)
     if json:
         console.print_json(planned.to_dict() | ({"why": planned.why().splitlines()} if why else {}))
     else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import console, generation, options
+from . import console, generation, options, ranks
 from . import prompt as prompts
 from .generation import Answer, Rate, Sampling
 from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, StatisticsOption
@@ -58,6 +58,7 @@ def run(
     dtype: DtypeOption = "auto",
     verify: options.VerifyOption = "auto",
     compare: Annotated[bool, typer.Option("--compare", help="Also answer with the unpatched model.")] = False,
+    tp: ranks.TensorParallelOption = 1,
     plugin: PluginOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -67,16 +68,22 @@ def run(
     """
     sampling = generation.sampling(max_new_tokens, temperature, top_p, top_k, seed, stop or ())
     text = _text(prompt, system, raw, chat)
-    options.check_generation(model, recipe, max_new_tokens, original=compare, adapters=adapter)
+    options.check_generation(model, recipe, max_new_tokens, original=compare or tp > 1, adapters=adapter)
+    ranks.start(tp, text if prompt == "-" else None, {"--compare": compare, "--adapter": adapter})
     options.prepare(recipe or options.DEFAULT_RECIPE, plugin)
     given: Any = {"recipe": recipe, "statistics": statistics, "verify": verify}
-    loaded = _opened(model, dtype, device, adapter, None if compare else given)
+    loaded = _opened(model, dtype, device, adapter, None if compare else given | ranks.argument(tp))
     ids = _encode(loaded, text, system, raw, chat, max_new_tokens)
     respond = partial(_respond, ids=ids, sampling=sampling, compare=compare, raw=raw, json=json)
-    before = respond(loaded, name="original") if compare else None
-    if compare:
-        options.patch(loaded.model, **given)
+    before = _before(loaded, respond, given) if compare else None
     _print(model, text, loaded.model, before, _with_each(loaded, adapter, respond), json)
+
+
+def _before(loaded: Any, respond: Callable[..., Outcome], patch: dict[str, Any]) -> Outcome:
+    """The answer of the original, which is then patched."""
+    answered = respond(loaded, name="original")
+    options.patch(loaded.model, **patch)
+    return answered
 
 
 def _opened(model: str, dtype: str, device: str, adapters: list[Path] | None, patch: dict[str, Any] | None) -> Any:
@@ -104,7 +111,7 @@ def _text(prompt: str, system: str | None, raw: bool, chat: bool) -> str:
         raise typer.BadParameter(f"goes without {'--chat' if chat else '--system'}", param_hint="--raw")
     options.check_system(system)
     try:
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = (ranks.prompt_of_parent() or sys.stdin.read()) if prompt == "-" else prompt
         text.encode()
     except UnicodeError:
         raise typer.BadParameter("the prompt is not UTF-8 text", param_hint="--prompt") from None

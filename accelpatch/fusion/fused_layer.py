@@ -8,6 +8,7 @@ gate other than silu.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -37,7 +38,8 @@ class FusedLayer:
     attention_norm, mlp_norm: before attention and MLP; after_attention, after_mlp: before the residual is added; None
     for none. prepare: what is done to q and k before attention. multiplier: of both branches before they are added.
     parallel: the MLP reads the layer's input too; one norm at both places is computed once where rows are many.
-    by_head: the columns of qkv are q, k and v of one head after the other (a launch more).
+    by_head: the columns of qkv are q, k and v of one head after the other (a launch more). across: adds up what the
+    ranks of a tensor-parallel job compute of o and down, before norm and residual; None without a job.
     """
 
     qkv: FusedLinear | Adapted
@@ -54,6 +56,7 @@ class FusedLayer:
     multiplier: float = 1.0
     parallel: bool = False
     by_head: bool = False
+    across: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, x: Tensor, pending: Tensor | None, call: Call, place: int) -> tuple[Tensor, Tensor | None]:
         """The layer on the rows x + pending[M, K]; returns (x, rest), the rest to be added by the next norm.
@@ -77,10 +80,16 @@ class FusedLayer:
 
     def _added(self, last: FusedLinear | Adapted, x: Tensor, norm: FusedNorm | None, residual: Tensor) -> Tensor:
         """residual + multiplier norm(last(x))."""
+        if self.multiplier == 1.0 and norm is None and self.across is None:
+            return last(x, residual=residual)
+        y = self._of_all(last(x))
         if self.multiplier != 1.0:
-            y = last(x) if norm is None else _normed(norm, last(x), None)[0]
-            return torch.add(residual, y, alpha=self.multiplier)
-        return last(x, residual=residual) if norm is None else norm.added(last(x), residual)
+            return torch.add(residual, y if norm is None else _normed(norm, y, None)[0], alpha=self.multiplier)
+        return residual + y if norm is None else norm.added(y, residual)
+
+    def _of_all(self, y: Tensor) -> Tensor:
+        """The output of all ranks, of this one's part."""
+        return y if self.across is None else self.across(y)
 
     def _many_rows(self, x: Tensor, pending: Tensor | None, call: Call, place: int) -> tuple[Tensor, Tensor | None]:
         normal, x = _input_of(self.qkv, self.attention_norm, x, pending)
@@ -109,6 +118,7 @@ class FusedLayer:
 
     def _beside(self, norm: FusedNorm | None, y: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
         """(residual, y still to be added); with a norm, (residual + norm(y), None)."""
+        y = self._of_all(y)
         if self.multiplier != 1.0:
             return residual, (y if norm is None else _normed(norm, y, None)[0]) * self.multiplier
         return (residual, y) if norm is None else (norm.added(y, residual), None)

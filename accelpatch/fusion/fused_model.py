@@ -6,7 +6,7 @@ The last norm is part of the head's launch.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -42,7 +42,8 @@ class FusedModel:
     logit_divisor: of embeddings and logits. most: most rows of a step. positions: learned embeddings of positions, or
     None. by_length: whether the decoder's rotary embedding writes its frequencies, which the layers read, by the
     length. axes: of axes_of in rotary.py. whole: places of layers that run as modules since they were replaced with all
-    that is in them. spread: the devices of the parts; None for one device.
+    that is in them. spread: the devices of the parts; None for one device. across: gathers the logits of the ranks of a
+    tensor-parallel job.
     """
 
     decoder: weakref.ref[Any]
@@ -62,6 +63,7 @@ class FusedModel:
     axes: Tensor | None = None
     whole: frozenset[int] = frozenset()
     spread: Spread | None = None
+    across: Callable[[Tensor], Tensor] | None = None
 
     @property
     def in_parts(self) -> bool:
@@ -228,5 +230,6 @@ class FusedModel:
         return self.logits_of(self.normal(x, pending))
 
     def _capped(self, logits: Tensor) -> Tensor:
+        logits = logits if self.across is None else self.across(logits)
         logits = logits if self.logit_divisor == 1.0 else logits / self.logit_divisor
         return (logits / self.softcap).tanh() * self.softcap if self.softcap else logits

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.fusion import rotary
+from accelpatch.fusion.across import NOT_NATIVE, across_of
 from accelpatch.fusion.attention_description import AttentionDescription
 from accelpatch.fusion.cached import Cached, cached_by
 from accelpatch.fusion.cannot_fuse import CannotFuse
@@ -102,6 +103,8 @@ def form_why_not(layer: LayerDescription, decoder: Decoder) -> str | None:
     form, attention = layer.form, layer.attention
     if form is None or attention is None:
         return "its form is not known"
+    if across_of(decoder.embedding) is not None:
+        return NOT_NATIVE
     if form.attention_norm is None or form.mlp_norm is None or form.multiplier is not None:
         return "its norms or its residual additions have another form than those of the native step"
     if form.parallel or layer.layer_norms or layer.plain:

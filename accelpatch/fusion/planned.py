@@ -13,6 +13,7 @@ import torch
 from accelpatch import own_code
 from accelpatch.device import Device
 from accelpatch.fusion import rotary
+from accelpatch.fusion.across import across_of
 from accelpatch.fusion.adapters import base_of
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.decoder import Decoder, form_in, found_in
@@ -174,7 +175,8 @@ def _launches(layer: LayerDescription, path: str, replaced: Sites, dtype: torch.
     by = "hip" if hip_attention.why_not(shape, dtype, device) is None else "hip, attention by triton"
     if own:  # norm, gate and residual are launches of their own then, and so may be those that are its own
         return f"{by}, linear layers by {' and '.join(own)}"
-    return f"{by}, {LAUNCHES + more} launches"
+    summed = ", 2 all-reduces" if across_of(child_of(layer.layer, layer.roles["o_proj"])) is not None else ""
+    return f"{by}, {LAUNCHES + more} launches{summed}"
 
 
 def _routed(layer: LayerDescription, made: Replaced | None) -> bool:

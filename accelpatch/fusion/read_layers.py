@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from accelpatch.device import probe
+from accelpatch.fusion.across import across_of
 from accelpatch.fusion.adapters import Adapted, active, base_of, with_adapters
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.decoder import Decoder, decoder_of
@@ -73,6 +74,7 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
         weakref.ref(decoder.module), dtype, decoder.embedding, made, reasons, final, last, blank,
         decoder.logit_cap, decoder.embedding_multiplier, decoder.logit_divisor, positions=decoder.positions,
         by_length=by_length(rotary), axes=axes_of(rotary), whole=whole, spread=spread,
+        across=None if isinstance(last, ByModule) else across_of(head),
     )  # fmt: skip
 
 
@@ -154,7 +156,7 @@ def fuse(layer: LayerDescription, shape: AttentionShape, rotary: Any, dtype: tor
         absent: Any = None  # gate, up and down are the experts'
         fused = FusedSparseLayer(
             qkv, before, shape, one(o, dtype), absent, inner, None, absent, after, None, query_key,
-            by_head=layer.family.by_head, sparse=sparse_mlp(layer, dtype),
+            by_head=layer.family.by_head, across=across_of(o), sparse=sparse_mlp(layer, dtype),
         )  # fmt: skip
     else:
         (down,) = layer.last
@@ -165,7 +167,7 @@ def fuse(layer: LayerDescription, shape: AttentionShape, rotary: Any, dtype: tor
         fused = FusedLayer(
             qkv, before, shape, one(o, dtype), replace(both, activation=activation) if plain else both, inner,
             None if plain else activation, one(down, dtype), after, norms.get("after_mlp"), query_key,
-            layer.multiplier, bool(form.parallel), layer.family.by_head,
+            layer.multiplier, bool(form.parallel), layer.family.by_head, across_of(o),
         )  # fmt: skip
     if shape.inv_freq.is_cuda:  # freed parts are too small for the next layer's concatenated weight
         torch.cuda.empty_cache()

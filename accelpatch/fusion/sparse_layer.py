@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from accelpatch.fusion.across import across_of
 from accelpatch.fusion.call import Call
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_layer import FusedLayer, _input_of
@@ -43,12 +44,18 @@ class SparseMLP:
         """residual + the experts' sum for the rows normal[M, K]."""
         logits = self.router.large_m(normal)
         ids, weights = choose_experts.function(logits, self.chosen, self.normalise, self.narrow)
+        if (across := across_of(self.experts)) is not None:
+            return residual + across(self.experts.compute(normal, ids, weights))
         return self.experts.compute(normal, ids, weights, residual)
 
     def of_few(self, x: Tensor, norm: FusedNorm) -> Tensor:
         """x + the experts' sum for the rows norm(x[M, K]), where `routed`; M up to MAX_GEMV_ROWS."""
         choice = (self.chosen, self.normalise, self.narrow)
-        return self.experts.compute_routed(x, (norm.weight, norm.eps, norm.plus_one), self.router(x, norm), choice, x)
+        given, across = (norm.weight, norm.eps, norm.plus_one), across_of(self.experts)
+        if across is not None:
+            part = self.experts.compute_routed(x, given, self.router(x, norm), choice, torch.zeros_like(x))
+            return x + across(part)
+        return self.experts.compute_routed(x, given, self.router(x, norm), choice, x)
 
 
 @dataclass(frozen=True, eq=False)

@@ -73,6 +73,9 @@ _COHERE_FORM: dict[str, Any] = {
     "rotary": Rotary(tables="paired", interleaved=True),
     "logit_multiplier": "logit_scale",
 }
+# Why tensor parallel does not split a family.
+_OVER_ALL = "its queries and keys are normalised over all heads"
+_FALCON = "the order of q, k and v in its one linear layer differs from version to version"
 _GLM4_LAYER = LayerForm(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
 FAMILIES: tuple[Family, ...] = (
@@ -98,7 +101,17 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "ernie4_5", _LLAMA, LLAMA_SMOOTHING, "Ernie4_5", Norm(), LayerForm(), Rotary(tables="float32", interleaved=True)
     ),
-    Family("olmo2", _LLAMA, BEHIND, "Olmo2", Norm(late=True), _POST_NORM, Rotary(tables="float32"), q_k_norm="all"),
+    Family(
+        "olmo2",
+        _LLAMA,
+        BEHIND,
+        "Olmo2",
+        Norm(late=True),
+        _POST_NORM,
+        Rotary(tables="float32"),
+        q_k_norm="all",
+        unsharded=_OVER_ALL,
+    ),
     Family("gemma", _LLAMA, LLAMA_SMOOTHING, "Gemma", Norm("eps", plus_one=True), LayerForm(), Rotary()),
     Family("gemma2", _LLAMA, GEMMA_SMOOTHING, "Gemma2", **_GEMMA_FORM, capped_scores=True),
     # Its attention has a softcap among its attributes and does not use it.
@@ -190,9 +203,10 @@ FAMILIES: tuple[Family, ...] = (
         "Bloom",
         by_head=True,
         unfused="its scores get a bias by distance (ALiBi), which the attention kernels do not add",
+        unsharded="its scores get a bias that differs from head to head, and is made for all heads at once",
     ),
     # One norm may feed attention and MLP at once, by version: no smoothing without reading the configuration.
-    Family("falcon", _FUSEDQKV, classes="Falcon", rotary=Rotary()),
+    Family("falcon", _FUSEDQKV, classes="Falcon", rotary=Rotary(), unsharded=_FALCON),
     Family(
         "stablelm",
         _LLAMA,
@@ -219,6 +233,7 @@ FAMILIES: tuple[Family, ...] = (
         **_LLAMA_FORM,
         q_k_norm="all",
         sparse=Sparse(normalise="norm_topk_prob", narrow=True),
+        unsharded=_OVER_ALL,
     ),
     # Some layers may be dense: their MLP is Llama's, and the `mlp` of a sparse layer is refused by its replacer.
     Family(

@@ -140,9 +140,9 @@ class Family:
     whether it applies the softcaps of its configuration; scores only in eager attention. embedding_multiplier:
     attribute of its decoder by which embeddings are multiplied. logit_divisor: the same of its configuration, by which
     logits are divided; logit_multiplier: by which they are multiplied. by_head: whether the one linear layer of q, k
-    and v has its rows head by head, q, k and v of each. decoder: where it lies. sparse:
-    the form of its MLPs of experts. unfused: why no layer of the family is fused; None also where that is simply not
-    known of its layers.
+    and v has its rows head by head, q, k and v of each. decoder: where it lies. sparse: the form of its MLPs of
+    experts. unfused: why no layer of the family is fused; None also where that is simply not known of its layers.
+    unsharded: why tensor parallel does not split it.
     """
 
     name: str
@@ -162,6 +162,7 @@ class Family:
     decoder: DecoderForm = DecoderForm()
     sparse: Sparse | None = None
     unfused: str | None = None
+    unsharded: str | None = None
     also: tuple[str, ...] = ()
 
     @property

@@ -18,7 +18,7 @@ from torch import nn
 from accelpatch.device import probe
 from accelpatch.errors import PatchError
 from accelpatch.parallel.offload_hook import HostMemory, OffloadHook, OwnTensors
-from accelpatch.patching.placement import WHOLE, Placement, device_of, hooks_of, no_weights
+from accelpatch.patching.placement import SHARDS, WHOLE, Placement, device_of, hooks_of, no_weights
 from accelpatch.report import human, span
 
 
@@ -33,7 +33,10 @@ class Place(NamedTuple):
 
 
 def placement_of(model: nn.Module) -> Placement:
-    """The placement of a model: WHOLE where accelerate has not spread it."""
+    """The placement of a model: WHOLE where neither accelerate has spread it nor tensor parallel split it."""
+    shards: Placement | None = vars(model).get(SHARDS)
+    if shards is not None:
+        return shards
     hooked = any(hasattr(hook, "execution_device") for module in model.modules() for hook in hooks_of(module))
     return DeviceMap(model) if hooked else WHOLE
 

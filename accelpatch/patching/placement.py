@@ -11,9 +11,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accelpatch.errors import PatchError
+
+SHARDS = "_accelpatch_shards"  # attribute of a model that tensor parallel split: its placement
 
 
 class Placement:
@@ -39,6 +41,17 @@ class Placement:
     def lines(self) -> list[str]:
         """What lies where, for plan and report."""
         return []
+
+    def agreed(self, reason: str | None) -> str | None:
+        """Why a replacement may not stay, here or on another rank of a tensor-parallel job; None where it may."""
+        return reason
+
+    def agreed_all(self, reasons: Mapping[Any, str]) -> dict[Any, str]:
+        """The same of several, by their place or path: all that some rank has a reason for."""
+        return dict(reasons)
+
+    def begin(self, ids: Tensor, config: Any) -> None:
+        """Called before generate() decodes after ids[B, L], with its configuration."""
 
     def readable(self, modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
         """Context manager in which offloaded weights of these modules are in memory."""

@@ -13,6 +13,7 @@ LINEAR_ROLES = frozenset(
     {"linear", "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
     | {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "fc1", "fc2"}
 )
+WHOLE_K = "_accelpatch_whole_k"  # attribute of a module with some columns of a weight: how many the whole has
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,12 @@ class Site:
         """The module itself; asserts that the site is not detached."""
         assert self.module is not None, f"{self.path}: the site is detached from its model"
         return self.module
+
+    @property
+    def whole_k(self) -> int | None:
+        """K of the whole weight, where tensor parallel left the module a part of its columns; else `k`."""
+        found: int | None = vars(self.original).get(WHOLE_K, self.k)
+        return found
 
     @property
     def roles(self) -> frozenset[str]:

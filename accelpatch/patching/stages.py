@@ -86,7 +86,7 @@ def capture(model: nn.Module, request: Request, made: Callable[[nn.Module], list
     if plan.recipe.verify.on_failure == "error":
         raise VerifyError(f"{reason}; nothing was changed. Give some: accelpatch.patch(model, recipe, inputs=[...])")
     more = "give some: accelpatch.patch(model, recipe, inputs=[...])"
-    warnings.warn(f"nothing is verified, {reason}; {more}", stacklevel=3)
+    warnings.warn(f"nothing is verified, {reason}; {more}", stacklevel=4)
     return Captured(missing=reason, sought=True)
 
 
@@ -122,7 +122,7 @@ def verified_build(
         if not extent.sites:
             checked = _by_first(checked, kinds[path], path in request.at_hand)
         seen[path], places[kinds[path]] = built.entry, places[kinds[path]] + 1
-        problem = _problem(checked, plan.recipe, kinds[path] if kinds[path] in failed else None)
+        problem = _problem(checked, request, kinds[path] if kinds[path] in failed else None)
         if problem is None:
             held.append(checked)
         elif plan.recipe.verify.on_failure == "error":
@@ -139,11 +139,12 @@ def verified_build(
     return held, replace(plan, entries=entries).without(failed)
 
 
-def _problem(checked: Checked, recipe: Recipe, failed: str | None) -> str | None:
+def _problem(checked: Checked, request: Request, failed: str | None) -> str | None:
     """Why a replacement may not stay, or None. failed: the first of its kind, where that one may not."""
+    found = None if failed is None else f"it is of the kind of {failed}, which is over its bound"
     if checked.errors is not None:
-        return over_bound(checked.errors, recipe, checked.built.entry)
-    return None if failed is None else f"it is of the kind of {failed}, which is over its bound"
+        found = over_bound(checked.errors, request.planned.recipe, checked.built.entry)
+    return request.placement.agreed(found)
 
 
 def _by_first(checked: Checked, first: str, known: bool) -> Checked:

@@ -119,7 +119,7 @@ class _QuantizedExperts(CalibratedReplacer, KernelReplacer):
         form, number, shapes = found
         wanted = options.get("group_size", self.wanted)
         widths = (shapes[UP][1], shapes[DOWN][1])
-        each = [dividing(wanted, k) for k in widths]
+        each = [dividing(wanted, widths[0]), dividing(wanted, widths[1], site.whole_k)]
         for k, groups in zip(widths, each, strict=True):
             if not groups or (self.bits == 4 and k % 2):
                 return Reason(f"K = {k} is odd, or a multiple of none of the group sizes {wanted}")

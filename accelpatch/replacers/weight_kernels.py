@@ -102,10 +102,11 @@ def stored_bytes(scale: torch.dtype, kernel: str) -> int:
     return max(scale.itemsize, 2 if kernel in (NATIVE, HIP) else 1)
 
 
-def dividing(wanted: int | list[int | None] | None, k: int) -> list[int]:
-    """Those of the group sizes that divide K, in order; null becomes K, one group per row."""
+def dividing(wanted: int | list[int | None] | None, k: int, whole: int | None = None) -> list[int]:
+    """Those of the group sizes that divide K, in order; null becomes K, one group per row. whole: of a weight of which
+    tensor parallel left K columns here, how many it has; sizes must divide that too, so that all ranks round alike."""
     sizes = wanted if isinstance(wanted, list) else [wanted]
-    exact = [k if size is None else size for size in sizes]
+    exact = [k if size is None else size for size in sizes if size is None or not size or not (whole or k) % size]
     return [size for size in exact if isinstance(size, int) and size > 0 and k % size == 0]
 
 

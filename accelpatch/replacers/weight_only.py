@@ -80,7 +80,7 @@ class WeightOnly(CalibratedReplacer, LinearReplacer):
 
     def of_matrix(self, site: Site, n: int, k: int, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         wanted, per_byte = options.get("group_size", self.wanted), PER_BYTE[self.op]
-        groups = dividing(wanted, k)
+        groups = dividing(wanted, k, site.whole_k)
         if not groups:
             return Reason(f"K = {k} is a multiple of none of the group sizes {wanted}")
         if k % per_byte:

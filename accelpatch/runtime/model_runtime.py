@@ -24,6 +24,7 @@ class ModelRuntime:
     loss = "whole"
     padding = "remove"
     compiled: Any = None  # the model's forward, compiled; None where the recipe does not ask for it
+    begin: Any = None  # called with ids and configuration before generate() decodes; None for nothing
     static_cache = False  # whether generate() makes a static cache, for the compiled forward
 
     def __init__(self, *settings: Any) -> None:
@@ -36,6 +37,7 @@ class ModelRuntime:
         made = type(self)(*self._settings)
         made.paths = copy.deepcopy(self.paths, memo)
         made.paths.clear()
+        made.begin = self.begin
         made.loss, made.padding = self.loss, self.padding
         made.unfused, made.code = self.unfused, copy.deepcopy(self.code, memo)
         made.code.runtime = None if self.code.runtime is None else weakref.ref(made)

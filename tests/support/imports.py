@@ -37,7 +37,7 @@ IMPORTS: dict[str, tuple[str, str]] = {
         "matplotlib",
     ),
     "doctor": ("device cache errors", ""),  # advice on the environment, faults; added to the design's table
-    "parallel": ("kernels models.family patching device report errors", "accelerate"),
+    "parallel": ("kernels models.family models.sharding patching device report errors", "accelerate"),
     "calibration": ("errors recipe quant models patching replacers checkpoints", ""),
     "jit": ("cache device errors", "numpy"),
     "pipeline": (  # the stages that api puts in order
@@ -72,7 +72,7 @@ IMPORTS: dict[str, tuple[str, str]] = {
         # cache: lists and clears it; checkpoints: inspect, and where results go
         "api bench kernels.compiling models.catalog models.precheck checkpoints.inspection checkpoints.target tuning "
         "doctor profiling recipe report device errors cache progress training.configuration training.folder "
-        "training.prepare",
+        "training.prepare parallel.launch",
         "typer rich jinja2",  # jinja2: what a chat template raises
     ),
     "__init__": (  # the public names, resolved when first asked for

@@ -49,16 +49,17 @@ WITHOUT_PADDING = "without padding"
 CACHES = "_prepare_cache_for_generation"  # transformers' method that makes the cache of a call
 
 
-def new_runtime(device_type: str, settings: Any) -> NativeRuntime | CapturedRuntime:
+def new_runtime(device_type: str, settings: Any, begin: Any = None) -> NativeRuntime | CapturedRuntime:
     """The runtime for a torch device type: captured graphs where the device has them, else native CPU steps.
 
     settings: a recipe's Runtime, or any object with its fields graph, cache, max_length, speculate, loss and padding.
+    begin: called with ids and configuration before generate() decodes; None for nothing.
     """
     if device_type in GRAPHS:
         made: Any = CapturedRuntime(settings.graph, settings.cache, settings.max_length, settings.speculate)
     else:
         made = NativeRuntime()
-    made.loss, made.padding = settings.loss, settings.padding
+    made.loss, made.padding, made.begin = settings.loss, settings.padding, begin
     return made
 
 
@@ -186,6 +187,8 @@ def _looping(cls: Any, name: str) -> Any:
     ) -> Any:  # fmt: skip
         runtime, stock = vars(self).get(RUNTIME), getattr(cls, name)
         given = (input_ids, logits_processor, stopping_criteria, generation_config)
+        if runtime is not None and runtime.begin is not None:
+            runtime.begin(input_ids, generation_config)
         if isinstance(runtime, CapturedRuntime):
             return captured_loop(self, runtime, functools.partial(stock, self), given, synced_gpus, streamer, kwargs)
         if runtime is None or not runtime.steps(self):
