@@ -54,7 +54,7 @@ def bench_serve(
     plan = load.Load(base, model or load.model_of(base, api_key), users, rate, api_key, not raw, seconds)
     with console.progress_bars() as bar:
         answers = load.run(
-            plan, wanted, seed, lambda done, total: None if bar is None else bar("requests", done, total)
+            plan, wanted, seed, bar)
         )
     found = load_record.record(plan, answers)
     console.print_result(json, found, load_record.facts(found))

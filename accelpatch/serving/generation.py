@@ -113,7 +113,7 @@ class Queue(GenerateManager):
         if asked is not None and context is not None and prompt + asked > context:
             raise HTTPException(
                 400,
-                f"the prompt has {prompt} tokens and max_tokens is {asked}: more than the model's context of {context}",
+                f"{prompt} tokens of the prompt and max_tokens {asked} are over the model's context of {context}",
             )
         room = limits.new_tokens if context is None else min(limits.new_tokens, context - prompt)
         return room if asked is None else asked

@@ -15,35 +15,8 @@ from typing import Any
 from accelpatch.errors import AccelpatchError
 
 WORDS = ("the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as", "with")
-    "the",
-    "of",
-    "and",
-    "a",
-    "to",
-    "in",
-    "is",
-    "you",
-    "that",
-    "it",
-    "he",
-    "was",
-    "for",
-    "on",
-    "are",
-    "as",
-    "with",
-    "his",
-    "they",
-    "at",
-    "be",
-    "this",
-    "have",
-    "from",
-    "or",
-    "one",
-    "had",
-    "by",
-]
+
+Shown = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -129,9 +102,8 @@ def from_file(path: Path, count: int, new_tokens: int) -> list[Asked]:
     return [found[place % len(found)] for place in range(count)]
 
 
-def run(load: Load, requests: Sequence[Asked], seed: int, shown: Callable[[int, int], None]) -> list[Answer]:
-    """Send the requests and return what came of each, in their order. shown: called with how many are done, of how
-    many."""
+def run(load: Load, requests: Sequence[Asked], seed: int, shown: Shown | None) -> list[Answer]:
+    """Send the requests and return what came of each, in their order. shown: a progress function."""
     return asyncio.run(_run(load, requests, seed, shown))
 
 
@@ -146,7 +118,7 @@ def model_of(url: str, api_key: str | None) -> str:
         raise AccelpatchError(f"{url}/v1/models does not answer as a server does: {error}") from None
 
 
-async def _run(load: Load, requests: Sequence[Asked], seed: int, shown: Callable[[int, int], None]) -> list[Answer]:
+async def _run(load: Load, requests: Sequence[Asked], seed: int, shown: Shown | None) -> list[Answer]:
     import openai
 
     start = time.monotonic()
@@ -160,7 +132,8 @@ async def _run(load: Load, requests: Sequence[Asked], seed: int, shown: Callable
             nonlocal done
             answers[place] = await _answer(client, load, asked, start)
             done += 1
-            shown(done, len(requests))
+            if shown is not None:
+                shown("requests", done, len(requests))
 
         async def user() -> None:
             for place, asked in todo:
