@@ -53,9 +53,7 @@ def bench_serve(
         wanted = load.from_file(prompts, requests, tokens[1])
     plan = load.Load(base, model or load.model_of(base, api_key), users, rate, api_key, not raw, seconds)
     with console.progress_bars() as bar:
-        answers = load.run(
-            plan, wanted, seed, bar)
-        )
+        answers = load.run(plan, wanted, seed, bar)
     found = load_record.record(plan, answers)
     console.print_result(json, found, load_record.facts(found))
     if plot:
