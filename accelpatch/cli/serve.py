@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from . import console, options
+from accelpatch.errors import ServingError
+
+from . import console, options, serve_engine
 from .options import DeviceOption, DtypeOption, PluginOption, StatisticsOption
+
+if TYPE_CHECKING:
+    from accelpatch.serving.limits import Address, Limits
 
 Engine = Literal["auto", "transformers", "vllm", "sglang"]
 
@@ -33,27 +38,69 @@ def serve(
     dtype: DtypeOption = "auto",
     verify: options.VerifyOption = "auto",
     plugin: PluginOption = None,
+    engine_options: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ENGINE OPTIONS]", help="Go through to vLLM or SGLang.")
+    ] = None,
 ) -> None:
     """Serve MODEL, patched with a recipe, over HTTP as OpenAI's API has it: chat completions, completions, responses.
 
-    Ctrl-C or SIGTERM ends it when the requests that it accepted are answered. What follows -- is for the engine.
+    Ctrl-C or SIGTERM ends it when the requests that it accepted are answered.
     """
-    from accelpatch.serving import server
     from accelpatch.serving.limits import Address, Limits
 
-    server.check_installed()
+    words = engine_options or []
+    if model.startswith("-"):  # the first word after --
+        model, words = options.DEFAULT_MODEL, [model, *words]
     options.check_generation(model, recipe, 1)
     address = Address(host, port, api_key)
-    limits = Limits(max_requests, max_prompt_tokens, max_new_tokens, max_seconds)
+    address.check()
+    options.prepare(recipe or options.DEFAULT_RECIPE, plugin)
+    wanted = serve_engine.Wanted(model, recipe, dtype, device, statistics, verify, words)
+    taken = serve_engine.chosen(wanted) if engine == "auto" else engine
+    if taken != "transformers":
+        serve_engine.hand_over(taken, wanted, address)
+        return
+    if words:
+        raise ServingError(
+            f"{' '.join(words)}: --engine transformers takes no options after --; `--help` lists its own"
+        )
+    _serve(wanted, address, Limits(max_requests, max_prompt_tokens, max_new_tokens, max_seconds))
+
+
+def _serve(wanted: serve_engine.Wanted, address: Address, limits: Limits) -> None:
+    """By transformers: the port is bound and the memory is asked about before the model is loaded."""
+    from accelpatch.serving import server
+
+    server.check_installed()
     with server.bound(address) as where:
-        options.prepare(recipe or options.DEFAULT_RECIPE, plugin)
-        _check_fits(model, recipe, device)
+        _check_fits(wanted)
         load = partial(
-            options.open_patched, model, recipe=recipe, dtype=dtype, device=device, statistics=statistics,
-            verify=verify,
+            options.open_patched, wanted.model, recipe=wanted.recipe, dtype=wanted.dtype, device=wanted.device,
+            statistics=wanted.statistics, verify=wanted.verify,
         )  # fmt: skip
-        server.serve(where, model, load, limits, address, lambda url: console.note(f"serving {model} at {url}/v1"))
+        server.serve(where, wanted.model, load, limits, address, _started(wanted.model))
 
 
-def _check_fits(model: str, recipe: str | None, device: str) -> None:
-    pass
+def _started(model: str) -> Any:
+    return lambda url: console.note(f"serving {model} at {url}/v1; the model's name in requests is {model}")
+
+
+def _check_fits(wanted: serve_engine.Wanted) -> None:
+    """Raise ServingError for a model whose patched weights and cache do not fit the memory, as far as is planned."""
+    from accelpatch import api
+    from accelpatch import device as devices
+    from accelpatch.models import catalog
+    from accelpatch.report import human
+
+    if api.is_patched(wanted.model):
+        return
+    device = devices.probe(options.torch_device(wanted.device))
+    arch = device.arch if device.kind == "cuda" and device.arch in devices.KNOWN else None
+    usual = "gguf" if catalog.resolve(wanted.model).kind == "gguf" else options.DEFAULT_RECIPE
+    planned = api.plan_from_config(wanted.model, wanted.recipe or usual, arch=arch)
+    needed = planned.resident_bytes + planned.cache_bytes
+    if needed > device.memory:
+        raise ServingError(
+            f"{wanted.model} needs {human(needed)} with this recipe, and {device.name} has {human(device.memory)}: "
+            "take a recipe with fewer bits, or a smaller model"
+        )

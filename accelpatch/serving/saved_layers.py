@@ -78,8 +78,8 @@ class SavedLayers:
         if replacer not in KINDS or odd:
             why = f"has {odd[0]}" if odd else f"is replaced by {replacer}"
             raise LoadError(
-                f"{path} {why}, which the vLLM plugin does not hold: it takes {', '.join(KINDS)}, without act-order and "
-                "static scales; `accelpatch export` writes what vLLM reads by itself"
+                f"{path} {why}, which the vLLM plugin does not hold: it takes {', '.join(KINDS)}, without "
+                "act-order and static scales; `accelpatch export` writes what vLLM reads by itself"
             )
         parts = {}
         for name, stored in held.items():

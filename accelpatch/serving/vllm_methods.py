@@ -64,9 +64,7 @@ class SavedConfig(QuantizationConfig):
         if not isinstance(layer, LinearBase | VocabParallelEmbedding):
             return None
         if self.layers is None:
-            raise LoadError(
-                "this release of vLLM does not say where the model is, so the accelpatch plugin cannot read it"
-            )
+            raise LoadError("this release of vLLM does not tell the accelpatch plugin where the model is: upgrade it")
         if isinstance(layer, VocabParallelEmbedding):  # vLLM gives some of them no prefix
             head = self.layers.head if isinstance(layer, ParallelLMHead) or self.layers.tied else None
             saved = None if head is None else self.layers.of([head])
@@ -119,8 +117,9 @@ class SavedLinearMethod(LinearMethodBase):
         rows = weight_of(self._saved.kind, parts)
         for name in parts:
             delattr(layer, name)
-        layer.accelpatch_rows = rows.n
-        layer.accelpatch_weight = hold(laid_out(rows, self._dtype, packable=self._dtype == torch.float32))
+        held: Any = layer
+        held.accelpatch_rows = rows.n
+        held.accelpatch_weight = hold(laid_out(rows, self._dtype, packable=self._dtype == torch.float32))
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return served_linear(x, bias, layer.accelpatch_weight, layer.accelpatch_rows)

@@ -1,4 +1,4 @@
-"""The entry point `vllm.general_plugins`: vLLM, where accelpatch is installed, serves the folders that accelpatch saves.
+"""The entry point `vllm.general_plugins`: where accelpatch is installed, vLLM serves the folders that it saves.
 
 vLLM calls `register` in each of its processes. The rest of the plugin is in vllm_methods.py, which imports vLLM.
 """
