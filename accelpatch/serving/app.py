@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import inspect
 import logging
-import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -111,9 +110,9 @@ class Server:
             return _error(404, f"this server has the model {self._served.name} alone", "model")
         if self._open >= self._limits.requests:
             return _error(429, f"{self._open} requests are open already: try again later", headers={"Retry-After": "1"})
-        seconds = self._limits.seconds
         body["stream"] = body.get("stream", False)  # which /v1/responses takes for true
-        ticket = Ticket(dict(body), time.monotonic() + seconds, body.pop("seed", None))
+        length, seed = body.get(form.lengths[0]), body.pop("seed", None)
+        ticket = Ticket(dict(body), self._limits.seconds, length, seed)
         with _Place(self, ticket) as place:
             response = await self._handled(request, handler, body | {"model": self._served.name}, ticket)
             return _Closing(response, place.stay())
@@ -147,7 +146,7 @@ class Server:
     async def _handled(self, request: Request, handler: Any, body: dict[str, Any], ticket: Ticket) -> Response:
         """transformers' answer. Its own task, so that a client that hangs up ends it."""
         CURRENT.set(ticket)
-        task = asyncio.ensure_future(handler.handle_request(_named(handler, body), uuid.uuid4().hex))
+        task = asyncio.ensure_future(handler.handle_request(body, uuid.uuid4().hex))
         watch = asyncio.ensure_future(_gone(request))
         try:
             await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -212,13 +211,6 @@ class _Closing:
             await self._inner(scope, receive, watched)
         finally:
             self._place.free(hung_up=not sent)
-
-
-def _named(handler: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """The body with its length under the name of the handler's own path."""
-    if isinstance(handler, ResponseHandler) and "max_tokens" in body:
-        body["max_output_tokens"] = body.pop("max_tokens")
-    return body
 
 
 async def _gone(request: Request) -> None:

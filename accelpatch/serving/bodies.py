@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -98,19 +98,25 @@ class _FlatTool(_Schema):
 
 
 class _Common(BaseModel):
-    """Fields of all three; unknown ones are refused by transformers."""
+    """Fields of all three; unknown ones are refused by transformers.
+
+    lengths: the fields for the most tokens to generate; the handler gets the first of them.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
+    lengths: ClassVar[tuple[str, ...]] = ("max_tokens",)
 
     model: str | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
 
 
 class _Stopped(_Common):
+    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     # transformers takes it for a repetition penalty of 1 and this much
     frequency_penalty: Annotated[float, Field(ge=0, le=2)] | None = None
     stop: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1, max_length=16)] | None = None
@@ -119,11 +125,11 @@ class _Stopped(_Common):
 class Chat(_Stopped):
     """A body of /v1/chat/completions."""
 
+    lengths = ("max_tokens", "max_completion_tokens")
+
     messages: Annotated[list[_Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     tools: list[_Tool] | None = None
-    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = None
 
 
 class Completion(_Stopped):
@@ -134,6 +140,8 @@ class Completion(_Stopped):
 
 class Response(_Common):
     """A body of /v1/responses."""
+
+    lengths = ("max_output_tokens",)
 
     input: NonEmpty | Annotated[list[_Message | _Part], Field(min_length=1)]
     instructions: str | None = None
@@ -160,7 +168,7 @@ def parsed(text: str | bytes) -> Any:
 
 
 def checked(form: type[_Common], body: bytes) -> dict[str, Any]:
-    """The body as transformers' handlers take it, with its length under max_tokens. Raises Refused."""
+    """The body as transformers' handlers take it. Raises Refused."""
     found = parsed(body)
     if not isinstance(found, dict):
         raise Refused("the body is no JSON object")
@@ -172,9 +180,8 @@ def checked(form: type[_Common], body: bytes) -> dict[str, Any]:
         value = found.pop(name, None)
         if value is not None and value not in neutral:
             raise Refused(f"{name} is not supported by this server", name)
-    lengths = [found.pop(name, None) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
-    if (length := next((one for one in lengths if one is not None), None)) is not None:
-        found["max_tokens"] = length
+    lengths = [found.pop(name, None) for name in form.lengths]
+    found[form.lengths[0]] = next((one for one in lengths if one is not None), None)
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -96,7 +96,7 @@ class Queue(GenerateManager):
     def _admitted(self, model: Any, inputs: Any, config: Any) -> Any:
         """The model as this request's generation sees it. Raises HTTPException for what is over a limit."""
         ticket, length = CURRENT.get(), inputs["input_ids"].shape[-1]
-        _complete(config, ticket.asked, self._new_tokens(length, ticket.asked.get("max_tokens")))
+        _complete(config, ticket.asked, self._new_tokens(length, ticket.new_tokens))
         ticket.prompt_tokens, ticket.submitted = length, True
         return Generating(model, ticket)
 

@@ -19,13 +19,15 @@ class HungUp(Exception):
 
 @dataclass
 class Ticket:
-    """asked: the checked body. Times are of time.monotonic(), None until then. tokens: generated so far.
+    """asked: the checked body. seconds: the most that it may take. new_tokens: the most that it asks for. Moments are
+    those of time.monotonic(), None until then. tokens: generated so far.
 
     The thread that generates writes started, first_token and tokens; the event loop writes the rest.
     """
 
     asked: Mapping[str, Any]
-    deadline: float
+    seconds: float
+    new_tokens: int | None = None
     seed: int | None = None
     arrived: float = field(default_factory=time.monotonic)
     started: float | None = None
@@ -39,9 +41,8 @@ class Ticket:
         """Raise HungUp or TimeOver where nobody waits for the answer any more."""
         if self.hung_up:
             raise HungUp
-        if time.monotonic() > self.deadline:
-            allowed = self.deadline - self.arrived
-            raise TimeOver(f"the request took longer than the {allowed:g} s that this server allows")
+        if time.monotonic() > self.arrived + self.seconds:
+            raise TimeOver(f"the request took longer than the {self.seconds:g} s that this server allows")
 
     def token(self, count: int) -> None:
         """Count new tokens, and note when the first came."""
