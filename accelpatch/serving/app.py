@@ -9,6 +9,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 from fastapi import HTTPException
@@ -21,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.response import ResponseHandler, compute_usage
 
 from accelpatch.errors import FOREIGN
 from accelpatch.serving import bodies
@@ -57,6 +58,7 @@ class Server:
         self._open = 0
         manager, state = OneModel(served.name, served.model, served.tokenizer), OneQueue(Queue(limits, served.context))
         self._handlers = {path: (form, handler(manager, state)) for path, (form, handler) in PATHS.items()}
+        self._lacking = {"/v1/responses": reason} if (reason := why_not_responses()) is not None else {}
         self._template = set(inspect.signature(served.tokenizer.apply_chat_template).parameters)
         hosts = ["*"] if address.api_key else [*LOOPBACK, "[::1]"]  # a page of the web cannot name another one
         self.app = Starlette(
@@ -101,6 +103,8 @@ class Server:
     async def _answer(self, request: Request, path: str) -> Response:
         self._check_key(request)
         form, handler = self._handlers[path]
+        if (reason := self._lacking.get(path)) is not None:
+            return _error(501, reason)
         try:
             body = bodies.checked(form, await self._body(request))
             self._check_template(body)
@@ -164,6 +168,17 @@ class Server:
             return _error(400, f"the messages cannot be put in the model's chat template: {error}", "messages")
         finally:
             watch.cancel()
+
+
+def why_not_responses() -> str | None:
+    """Why /v1/responses cannot be answered: transformers 5.10 makes no usage of tokens that newer releases of openai
+    accept. None where it can."""
+    try:
+        compute_usage(1, 1)
+    except ValueError as error:
+        versions = f"transformers {metadata.version('transformers')} and openai {metadata.version('openai')}"
+        return f"{versions} do not fit together for this path, upgrade transformers: {str(error).splitlines()[0]}"
+    return None
 
 
 class _Place:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,3 +85,11 @@ def running(folder: Path | str, recipe: str = "int8", *, key: str | None = None,
             runner.should_exit = True
             thread.join(30)
             assert not thread.is_alive()
+
+
+def until(condition: Any, seconds: float = 20) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
