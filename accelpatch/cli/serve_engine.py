@@ -31,14 +31,14 @@ def hand_over(name: str, wanted: Wanted, address: Address) -> None:
     """Start an engine in this process's place. Raises ServingError with the reason where it cannot serve the model."""
     from accelpatch.serving import engines, server
 
-    version, ranks = engines.version_of(name), engines.ranks_of(name, wanted.words)
+    (package, version), ranks = engines.installed(name), engines.ranks_of(name, wanted.words)
     server.bound(address).close()
     device, gpus = _device(wanted.device)
     exported = engines.described(_export(wanted))
     if reason := engines.why_not(exported, device, ranks, gpus):
-        raise ServingError(f"{name} {version} cannot serve {wanted.model} here: {reason}")
-    command = engines.command(name, exported, wanted.model, device, address, wanted.words)
-    console.note(f"{name} {version}: {' '.join(command[1:])}")
+        raise ServingError(f"{package} {version} cannot serve {wanted.model} here: {reason}")
+    command = engines.command(name, package, exported, wanted.model, device, address, wanted.words)
+    console.note(f"{package} {version}: {' '.join(command[1:])}")
     engines.start(name, command, address)
 
 
@@ -49,7 +49,7 @@ def chosen(wanted: Wanted) -> str:
 
     for name in engines.ENGINES:
         try:
-            engines.version_of(name)
+            engines.installed(name)
         except ServingError:
             continue
         device, gpus = _device(wanted.device)

