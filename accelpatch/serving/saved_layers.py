@@ -21,6 +21,10 @@ DTYPES = {
 }  # fmt: skip
 
 
+#: kinds whose canonical layout has another name in quant.formats
+LAYOUTS = {"fp8": "w8a8", "fp8 weights": "fp8"}
+
+
 @dataclass(frozen=True)
 class Part:
     """One tensor of a quantised weight: as wide as its columns are, whatever its rows."""
@@ -86,4 +90,4 @@ class SavedLayers:
             if stored.dtype not in DTYPES or len(stored.shape) != 2:
                 raise LoadError(f"{stored.file}: {path}.{name} is {stored.dtype} {list(stored.shape)}: write it again")
             parts[name] = Part(DTYPES[stored.dtype], stored.shape[1])
-        return SavedLayer(KINDS[replacer].removesuffix(" weights"), parts)
+        return SavedLayer(LAYOUTS.get(KINDS[replacer], KINDS[replacer]), parts)
