@@ -16,8 +16,10 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
 
+from accelpatch import device as devices
 from accelpatch.checkpoints.saved import METHOD, VERSION
 from accelpatch.errors import LoadError
+from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.ops.linear.by_layout import laid_out
 from accelpatch.quant.formats import weight_of
 from accelpatch.serving.saved_layers import SavedLayer, SavedLayers
@@ -119,7 +121,9 @@ class SavedLinearMethod(LinearMethodBase):
             delattr(layer, name)
         held: Any = layer
         held.accelpatch_rows = rows.n
-        held.accelpatch_weight = hold(laid_out(rows, self._dtype, packable=self._dtype == torch.float32))
+        native = self._dtype == torch.float32 and not rows.w.is_floating_point()  # what the CPU's packs are for
+        native = native and native_library.why_not(devices.probe("cpu")) is None
+        held.accelpatch_weight = hold(laid_out(rows, self._dtype, packable=native))
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return served_linear(x, bias, layer.accelpatch_weight, layer.accelpatch_rows)
