@@ -66,7 +66,7 @@ class SavedConfig(QuantizationConfig):
         if not isinstance(layer, LinearBase | VocabParallelEmbedding):
             return None
         if self.layers is None:
-            raise LoadError("this release of vLLM does not tell the accelpatch plugin where the model is: upgrade it")
+            raise LoadError("this release of vLLM hides from the accelpatch plugin where the model is: upgrade it")
         if isinstance(layer, VocabParallelEmbedding):  # vLLM gives some of them no prefix
             head = self.layers.head if isinstance(layer, ParallelLMHead) or self.layers.tied else None
             saved = None if head is None else self.layers.of([head])

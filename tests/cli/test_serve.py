@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from accelpatch import api
 from accelpatch import device as devices
 from accelpatch.cli import app
+from accelpatch.models import embedded
 from tests.cli.conftest import Cli, byte_tokenizer, environment, save_model
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
@@ -37,6 +38,7 @@ def test_the_page_and_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Its commands and its program run on a tiny model; SIGTERM in the middle of a stream lets the stream end."""
     save_model(tmp_path / "smollm2-135m", context=4096, tokenizer=byte_tokenizer())
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(embedded.VARIABLE, str(tmp_path / "smollm2-135m"))
     start, measure = (line for block in blocks("sh") for line in block.splitlines())
     (program,) = blocks("python")
     command = [sys.executable, "-m", *shlex.split(start), "--port", "0"]

@@ -194,6 +194,6 @@ def test_refusals(vllm: SimpleNamespace, tmp_path: Path) -> None:
         config.from_config({"version": 99})
     with pytest.raises(LoadError, match="is no folder here"):
         config.from_config({"version": 1}).maybe_update_config("org/model")
-    with pytest.raises(LoadError, match="does not tell the accelpatch plugin"):
+    with pytest.raises(LoadError, match="hides from the accelpatch plugin"):
         config.from_config({"version": 1}).get_quant_method(layer_of(vllm, "LinearBase"), "x")
     assert config.from_config({"version": 1}).get_quant_method(nn.Identity(), "x") is None
