@@ -12,30 +12,34 @@ from . import console, options
 from .options import JsonOption
 
 NAME = "bench serve"
+RateOption = Annotated[
+    float | None, typer.Option(min=0.001, help="Arrivals a second, at random; default: when a user has its answer.")
+]
+PromptsOption = Annotated[
+    Path | None, options.file_option(help="JSON lines with a prompt and max_tokens each, instead of drawn ones.")
+]
+KeyOption = Annotated[
+    str | None, typer.Option(envvar="ACCELPATCH_API_KEY", help="Key that the server wants.", show_default=False)
+]
+PlotOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Also draw the times, such as load.png.")
+]
 
 
 def bench_serve(
     url: Annotated[str, typer.Argument(metavar="URL", help="Of the server, such as http://127.0.0.1:8000.")],
     users: Annotated[int, typer.Option(min=1, help="Users: requests that are open at once.")] = 8,
     requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 100,
-    rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Arrivals a second, at random; default: when a user has its answer.")
-    ] = None,
+    rate: RateOption = None,
     prompt_words: Annotated[str, typer.Option(metavar="N|N-M", help="Words of a prompt, from a range.")] = "16-64",
     new_tokens: Annotated[str, typer.Option(metavar="N|N-M", help="Tokens to ask for, drawn from a range.")] = "16-64",
-    prompts: Annotated[
-        Path | None, options.file_option(help="JSON lines with a prompt and max_tokens each, instead of drawn ones.")
-    ] = None,
+    prompts: PromptsOption = None,
     model: Annotated[str | None, typer.Option(help="Name of the model; default: the server's first.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="ACCELPATCH_API_KEY", help="Key that the server wants.", show_default=False)
-    ] = None,
+    api_key: KeyOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Ask for completions of the prompts, not for chat.")] = False,
     seconds: Annotated[float, typer.Option(min=0.1, help="Time after which a request counts as failed.")] = 600.0,
     seed: options.SeedOption = 0,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Also draw the times, such as load.png.")
-    ] = None,
+    plot: PlotOption = None,
     json: JsonOption = False,
 ) -> None:
     """Measure a server under a load: time to the first token, time a token, throughput and failures. It may be any that

@@ -16,6 +16,18 @@ if TYPE_CHECKING:
     from accelpatch.serving.limits import Address, Limits
 
 Engine = Literal["auto", "transformers", "vllm", "sglang"]
+KeyOption = Annotated[
+    str | None, typer.Option(envvar="ACCELPATCH_API_KEY", help="Key that requests must carry.", show_default=False)
+]
+MaxRequestsOption = Annotated[int, typer.Option(min=1, help="Requests open at once, with those that wait.")]
+MaxPromptOption = Annotated[
+    int | None, typer.Option(min=1, help="Longest prompt in tokens; default: the model's context.")
+]
+MaxNewOption = Annotated[int, typer.Option(min=1, help="Most tokens that a request may ask for.")]
+MaxSecondsOption = Annotated[float, typer.Option(min=0.1, help="Time of a request, from arrival to last token.")]
+EngineWords = Annotated[
+    list[str] | None, typer.Argument(metavar="[-- ENGINE OPTIONS]", help="Go through to vLLM or SGLang.")
+]
 
 
 def serve(
@@ -24,23 +36,17 @@ def serve(
     engine: Annotated[Engine, typer.Option(help="Who serves; auto: vLLM or SGLang where one can, else this.")] = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on; others than this machine need a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any.")] = 8000,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="ACCELPATCH_API_KEY", help="Key that requests must carry.", show_default=False)
-    ] = None,
-    max_requests: Annotated[int, typer.Option(min=1, help="Requests open at once, with those that wait.")] = 256,
-    max_prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest prompt in tokens; default: the model's context.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens that a request may ask for.")] = 4096,
-    max_seconds: Annotated[float, typer.Option(min=0.1, help="Time of a request, from arrival to last token.")] = 600.0,
+    api_key: KeyOption = None,
+    max_requests: MaxRequestsOption = 256,
+    max_prompt_tokens: MaxPromptOption = None,
+    max_new_tokens: MaxNewOption = 4096,
+    max_seconds: MaxSecondsOption = 600.0,
     statistics: StatisticsOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     verify: options.VerifyOption = "auto",
     plugin: PluginOption = None,
-    engine_options: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ENGINE OPTIONS]", help="Go through to vLLM or SGLang.")
-    ] = None,
+    engine_options: EngineWords = None,
 ) -> None:
     """Serve MODEL, patched with a recipe, over HTTP as OpenAI's API has it: chat completions, completions, responses.
 
@@ -60,10 +66,6 @@ def serve(
     if taken != "transformers":
         serve_engine.hand_over(taken, wanted, address)
         return
-    if words:
-        raise ServingError(
-            f"{' '.join(words)}: --engine transformers takes no options after --; `--help` lists its own"
-        )
     _serve(wanted, address, Limits(max_requests, max_prompt_tokens, max_new_tokens, max_seconds))
 
 
@@ -71,6 +73,10 @@ def _serve(wanted: serve_engine.Wanted, address: Address, limits: Limits) -> Non
     """By transformers: the port is bound and the memory is asked about before the model is loaded."""
     from accelpatch.serving import server
 
+    if wanted.words:
+        raise ServingError(
+            f"{' '.join(wanted.words)}: --engine transformers takes no options after --; `--help` lists its own"
+        )
     server.check_installed()
     with server.bound(address) as where:
         _check_fits(wanted)
