@@ -8,6 +8,8 @@ Each replica is a process with a model of its own, on a GPU of its own where the
 """
 
 import argparse
+import asyncio
+import os
 import threading
 
 import torch
@@ -37,12 +39,10 @@ class Patched:
             output = self.model.generate(**inputs, max_new_tokens=new_tokens)
         return self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
-    async def __call__(self, request: Request) -> dict[str, str]:
-        import asyncio
-
+    async def __call__(self, request: Request) -> dict[str, str | int]:
         asked = await request.json()
         text = await asyncio.to_thread(self.answer, asked["prompt"], asked.get("max_new_tokens", 100))
-        return {"text": text}
+        return {"text": text, "process": os.getpid()}
 
 
 def application(name: str, recipe: str, replicas: int) -> serve.Application:
