@@ -67,3 +67,7 @@ class CacheError(AccelpatchError):
 
 class TrainingError(AccelpatchError):
     """A fine-tuning run cannot begin or go on; whole checkpoints that it wrote are kept, and the message says where."""
+
+
+class ServingError(AccelpatchError):
+    """A server cannot start: its address, its key, its model or its engine does not fit. Nothing was loaded."""

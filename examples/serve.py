@@ -3,8 +3,8 @@
     python examples/serve.py --recipe int4 --port 8000
     curl localhost:8000 -d '{"prompt": "What is the capital of France?"}'
 
-accelpatch has no server: this is Python's own http.server around generate(), for one machine that you trust. For many
-requests at once, export the model to what vLLM or SGLang reads: `accelpatch export`.
+This is Python's own http.server around generate(), to copy from. `accelpatch serve` is a server with OpenAI's API,
+limits and keys, and hands over to vLLM or SGLang for many requests at once: docs/serving.md.
 """
 
 import argparse

@@ -14,6 +14,7 @@ from accelpatch.errors import AccelpatchError
 from . import (
     bench,
     bench_kernel,
+    bench_serve,
     build,
     cache,
     calibrate,
@@ -31,6 +32,7 @@ from . import (
     recipes,
     run,
     selftest,
+    serve,
     tune,
 )
 from .console import print_error
@@ -38,11 +40,11 @@ from .console import print_error
 
 class Commands(TyperGroup):
     """Shows the errors that a user can cause as one line with an exit status; bugs keep their traceback. `bench kernel`
-    is a command of its own: what follows `bench` is a model else."""
+    and `bench serve` are commands of their own: what follows `bench` is a model else."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[:2] == bench_kernel.NAME.split():
-            args = [bench_kernel.NAME, *args[2:]]
+        if " ".join(args[:2]) in (bench_kernel.NAME, bench_serve.NAME):
+            args = [" ".join(args[:2]), *args[2:]]
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -94,10 +96,11 @@ def accelpatch(
 
 for command in (
     run.run, chat.chat, plan.plan, calibrate.calibrate, quantize.quantize, export.export, inspect.inspect,
-    eval.evaluate, finetune.finetune, merge.merge, bench.bench, build.build, selftest.selftest,
+    eval.evaluate, finetune.finetune, merge.merge, serve.serve, bench.bench, build.build, selftest.selftest,
 ):  # fmt: skip
     app.command("eval" if command is eval.evaluate else command.__name__)(command)
 app.command(bench_kernel.NAME)(bench_kernel.bench_kernel)
+app.command(bench_serve.NAME)(bench_serve.bench_serve)
 for name, group in {"recipes": recipes, "tune": tune, "profile": profile, "doctor": doctor, "cache": cache}.items():
     app.add_typer(group.commands, name=name)
 app.command("exec", cls=exec.ScriptCommand, context_settings=exec.CONTEXT)(exec.execute)

@@ -62,6 +62,11 @@ IMPORTS: dict[str, tuple[str, str]] = {
         "errors device progress bench recipe models patching checkpoints runtime tuning in_memory from_files",
         "",
     ),
+    # server and load tool; the packages of the extra `serve`, and jinja2: what a chat template raises
+    "serving": (
+        "checkpoints models quant kernels report device cache errors",
+        "transformers fastapi starlette uvicorn pydantic openai prometheus_client jinja2 matplotlib vllm",
+    ),
     "api": (
         "adapters trials training errors models patching kernels checkpoints replacers runtime tuning in_memory "
         "from_files",
@@ -72,7 +77,7 @@ IMPORTS: dict[str, tuple[str, str]] = {
         # cache: lists and clears it; checkpoints: inspect, and where results go
         "api bench kernels.compiling models.catalog models.precheck checkpoints.inspection checkpoints.target tuning "
         "doctor profiling recipe report device errors cache progress training.configuration training.folder "
-        "training.prepare parallel.launch",
+        "training.prepare parallel.launch serving",
         "typer rich jinja2",  # jinja2: what a chat template raises
     ),
     "__init__": (  # the public names, resolved when first asked for

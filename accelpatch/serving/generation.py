@@ -1,0 +1,146 @@
+"""What stands between transformers' handlers and the patched model: the queue, the limits and the counting.
+
+Requests are answered one after another, in the order in which they came, by the model's own generate(), on one thread:
+each answer is the one that a lone request gets.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from fastapi import HTTPException
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import GenerateManager, GenerationState
+
+from accelpatch.errors import FOREIGN
+from accelpatch.serving.limits import Limits
+from accelpatch.serving.ticket import CURRENT, HungUp, Ticket, TimeOver
+
+
+class FailedGeneration(RuntimeError):
+    """generate() failed; the message has no quotes, for transformers puts it between some."""
+
+
+class OneModel(ModelManager):
+    """A ModelManager that has one model, which is loaded already and stays."""
+
+    def __init__(self, name: str, model: Any, tokenizer: Any):
+        super().__init__(device="cpu", force_model=None)
+        self.force_model, self._pair = name, (model, tokenizer)
+
+    def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
+        return self._pair
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        return model_id
+
+
+class Watched:
+    """A streamer for generate() that ends it when nobody waits for the answer, and counts. inner: the handler's own."""
+
+    def __init__(self, ticket: Ticket, inner: Any):
+        self._ticket, self._inner, self._prompt = ticket, inner, True
+
+    def put(self, value: torch.Tensor) -> None:
+        self._ticket.check()
+        if not self._prompt:  # the first call has the prompt
+            self._ticket.token(value.numel())
+        self._prompt = False
+        if self._inner is not None:
+            self._inner.put(value)
+
+    def end(self) -> None:
+        if self._inner is not None:
+            self._inner.end()
+
+
+class Generating:
+    """What transformers' GenerateManager sees as the model: its generate(), for one request."""
+
+    def __init__(self, model: Any, ticket: Ticket):
+        self._model, self._ticket = model, ticket
+
+    def generate(self, *, streamer: Any = None, **given: Any) -> torch.Tensor:
+        """Ids [1, L + new]. Raises HungUp, TimeOver and FailedGeneration."""
+        ticket = self._ticket
+        ticket.check()
+        ticket.started = time.monotonic()
+        if ticket.seed is not None:
+            torch.manual_seed(ticket.seed)
+        try:
+            return self._model.generate(**given, streamer=Watched(ticket, streamer))
+        except FOREIGN as error:
+            raise FailedGeneration(f"{type(error).__name__} in generate: {error}".replace('"', "'")) from error
+
+
+class Queue(GenerateManager):
+    """transformers' GenerateManager, whose one thread takes requests in their order, with the limits before it."""
+
+    def __init__(self, limits: Limits, context: int | None):
+        super().__init__()
+        self._limits, self._context = limits, context
+
+    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **more: Any) -> Any:
+        seen = self._admitted(model, inputs, gen_config)
+        return super().generate_streaming(seen, processor, inputs, gen_config, **more)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, **more: Any
+    ) -> Any:
+        seen = self._admitted(model, inputs, gen_config)
+        return await super().generate_non_streaming(seen, processor, inputs, gen_config, **more)
+
+    def _admitted(self, model: Any, inputs: Any, config: Any) -> Any:
+        """The model as this request's generation sees it. Raises HTTPException for what is over a limit."""
+        ticket, length = CURRENT.get(), inputs["input_ids"].shape[-1]
+        _complete(config, ticket.asked, self._new_tokens(length, ticket.new_tokens))
+        ticket.prompt_tokens, ticket.submitted = length, True
+        return Generating(model, ticket)
+
+    def _new_tokens(self, prompt: int, asked: int | None) -> int:
+        limits, context = self._limits, self._context
+        if not prompt:
+            raise HTTPException(400, "the prompt has no tokens")
+        if limits.prompt_tokens is not None and prompt > limits.prompt_tokens:
+            raise HTTPException(400, f"the prompt has {prompt} tokens, and this server takes {limits.prompt_tokens}")
+        if context is not None and prompt >= context:
+            raise HTTPException(400, f"the prompt has {prompt} tokens, and the model's context is {context}")
+        if asked is not None and asked > limits.new_tokens:
+            raise HTTPException(400, f"max_tokens is {asked}, and this server generates {limits.new_tokens} at most")
+        if asked is not None and context is not None and prompt + asked > context:
+            raise HTTPException(
+                400,
+                f"{prompt} tokens of the prompt and max_tokens {asked} are over the model's context of {context}",
+            )
+        room = limits.new_tokens if context is None else min(limits.new_tokens, context - prompt)
+        return room if asked is None else asked
+
+
+def _complete(config: Any, asked: Any, new_tokens: int) -> None:
+    """Finish a generation config that transformers made of a body: it sets temperature and top_p and leaves sampling
+    off, and lengths to 1,024 where none is given."""
+    config.max_new_tokens, config.max_length = new_tokens, None
+    temperature = asked.get("temperature")
+    if temperature is not None:
+        config.do_sample = temperature > 0
+    elif asked.get("top_p") is not None:
+        config.do_sample = True
+    if not config.do_sample:
+        config.temperature = config.top_p = config.top_k = None
+
+
+class OneQueue(GenerationState):
+    """transformers' GenerationState, with the queue as its one manager."""
+
+    def __init__(self, queue: Queue):
+        super().__init__()
+        self._queue = queue
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
+        return self._queue
+
+
+__all__ = ["FailedGeneration", "HungUp", "OneModel", "OneQueue", "Queue", "TimeOver"]
