@@ -64,10 +64,8 @@ def plan_of(model: nn.Module, recipe: recipes.Recipe, device: devices.Device | N
     devices.forget_compilers()
     if recipe.runtime.compile != compiled_parts.OFF:
         compiled_parts.options_of(recipe.runtime, captured=False)  # raises for an option that torch does not have
-    placement, roles = (
-        placement_of(model),
-        {**layer_roles(model, is_cross_layer), **roles_of(getattr(model, "config", None))},
-    )
+    placement = placement_of(model)
+    roles = {**layer_roles(model, is_cross_layer), **roles_of(getattr(model, "config", None))}
     facts = device or devices.probe(str(placement.device or device_of(model)))
     made = make_plan(model, recipe, facts, roles, registry(), smoothing_groups(model), known, placement, slower)
     return replace(made, who_runs=who_runs.table, left=(*made.left, *_not_taken(made), *_compiles(made)))
@@ -184,9 +182,7 @@ def fuse_cross(model: nn.Module, request: Request, captured: Captured, report: R
     _fuse_apart("the fused layers of the decoder", layers, check_cross, request, captured, report)
 
 
-def _fuse_apart(
-    name: str, layers: Mapping[str, Any], check: Any, request: Request, captured: Captured, report: Report
-) -> None:
+def _fuse_apart(name: str, layers: Any, check: Any, request: Request, captured: Captured, report: Report) -> None:
     """Lay out and verify layers that are fused each for itself. name: of all of them. check: verifies them."""
     errors, failed = dict[str, SiteErrors](), dict[str, str]()
     records = {record.path: record for record in report.sites if record.path in layers}
