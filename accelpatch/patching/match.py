@@ -15,6 +15,7 @@ from torch import nn
 from accelpatch import own_code
 from accelpatch.patching.site import Site
 from accelpatch.patching.stored import Known, nothing
+from accelpatch.patching.towers import parts
 from accelpatch.recipe.recipe import Match, Recipe, Rule
 
 ATTENTION = "attention"  # role of modules that compute attention, not of those around them
@@ -67,7 +68,8 @@ def sites(
             found[key] = _site(places[key], module, role, own, share, counted)
         if key in found and key in changed:
             found[key] = replace(found[key], adapted=tuple(changed[key]))
-    return [replace(site, model=model) for site in _join_tied(list(found.values()), ties)]
+    part, made = parts(model), _join_tied(list(found.values()), ties)
+    return [replace(site, model=model, part=part(site.path)) for site in made]
 
 
 def inner_name(module: nn.Module) -> str | None:

@@ -21,6 +21,7 @@ from accelpatch.patching.placement import WHOLE, Placement
 from accelpatch.patching.replacer import Choice, Reason, Replaced, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.patching.stored import Known, float_site, nothing
+from accelpatch.patching.towers import part_notes
 from accelpatch.recipe.recipe import Recipe, Rule
 from accelpatch.report import Report, human
 
@@ -30,9 +31,8 @@ class Plan:
     """Which site is replaced by what, and why the others stay. Making one allocates nothing and changes nothing.
 
     max_length, cache_bytes: length in tokens and bytes of the KV cache at batch 1 that `fits` counts beside the
-    weights. groups: what is smoothed together. left: notes about groups that are not. places: which part lies where, of
-    a model that is spread over devices, and how an encoder-decoder generates. who_runs: says what `why` gives of the
-    choices' specs.
+    weights. groups: what is smoothed together. left: notes about groups that are not. places: notes about the model's
+    parts: where they lie, and what of them generates. who_runs: says what `why` gives of the choices' specs.
     """
 
     model: str
@@ -157,7 +157,7 @@ def make_plan(
     modules = [(site.path, site.module) for entry in entries for site in entry.sites if site.module is not None]
     hooked = [path for path, one in modules if one._forward_hooks or one._forward_pre_hooks]
     smoothed, left = smoothing.chosen(wanted, smooths, hooked, smoothing.not_multiplied(found))
-    places = (*placement.lines(), *decoding_note(model, recipe, device))
+    places = (*placement.lines(), *decoding_note(model, recipe, device), *part_notes(model, found))
     return Plan(name, recipe, device, tuple(entries), length, cache, smoothed, tuple(left), places)
 
 

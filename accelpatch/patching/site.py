@@ -26,7 +26,7 @@ class Site:
     tied: sites of other modules that share this module's weight; all of them are replaced together, or none. stored:
     what is known of a weight that another library quantised; n, k and dtype are then those of the float weight.
     adapted: names of parameters that adapters around the module change while it runs. model: what the module is part
-    of; None in a detached plan.
+    of; None in a detached plan. part: the tower of a multimodal model that it is of ("vision", "audio"), or "".
     """
 
     path: str
@@ -43,6 +43,7 @@ class Site:
     stored: Stored | None = None
     adapted: tuple[str, ...] = ()
     model: nn.Module | None = None
+    part: str = ""
 
     @property
     def original(self) -> nn.Module:
@@ -59,7 +60,8 @@ class Site:
     @property
     def roles(self) -> frozenset[str]:
         """The role names in recipes that match this site."""
-        return frozenset({self.role, "linear"}) if self.role in LINEAR_ROLES else frozenset({self.role})
+        own = {self.role, "linear"} if self.role in LINEAR_ROLES else {self.role}
+        return frozenset(own | {self.part} if self.part else own)
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from accelpatch.recipe.yaml import Node, shown, suggest
 ROLES = (
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj",
     "fc1", "fc2", "head", "embedding", "norm", "rotary", "mlp", "layer", "attention", "experts", "router", "linear",
-    "other",
+    "vision", "audio", "other",
 )  # fmt: skip
 CACHES = ("auto", "stock")
 GRAPHS = ("auto", "off")

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image, ImageDraw
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
+from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast, pipeline
 
 import accelpatch
 from accelpatch.fusion.cache_name import CACHE
@@ -20,7 +26,7 @@ from accelpatch.runtime.graphs.calls import CALL
 from accelpatch.runtime.graphs.capture import EagerGraph
 from accelpatch.runtime.graphs.multimodal_parts import FORWARD
 from accelpatch.runtime.graphs.step import CAPTURED
-from tests.support.multimodal import MODELS, qwen_inputs
+from tests.support.multimodal import MODELS, PICTURE, qwen_inputs
 
 LONG, STEPS = 32, 8
 CALLS: dict[str, dict[str, Any]] = {
@@ -220,3 +226,42 @@ def test_plans_name_the_layers_of_text() -> None:
     (layer,) = (entry for entry in plan.entries if entry.site.path == "model.language_model.layers.0")
     assert layer.choice is not None
     assert layer.choice.kernel == "native step"
+    said = str(plan)
+    assert "language model: model.language_model, in every step" in said
+    assert re.search(r"^vision: model.visual \(.*\), in prompts alone$", said, re.MULTILINE)
+
+
+@pytest.mark.parametrize("part, name", [("vision", "llava"), ("vision", "qwen2.5-vl"), ("audio", "qwen2-audio")])
+def test_a_rule_for_a_tower(part: str, name: str) -> None:
+    rules = [{"match": {"role": part}, "replace": "keep"}, {"match": {"role": "linear"}, "replace": "int8_weight_only"}]
+    model = accelpatch.patch(MODELS[name][0](), {"rules": rules, "verify": {"bound": 0.05}}, progress=False)
+    replaced = [site.path for site in model.accelpatch.report().sites if site.replacer]
+    assert replaced
+    assert all(path.startswith("model.language_model.") for path in replaced)
+
+
+def test_the_pipeline_of_pictures(machine: str) -> None:
+    """A picture that is drawn here, through processor and pipeline."""
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<image>": PICTURE, "<unk>": 3, "what": 7, "is": 8, "this": 9}
+    tokenizer = Tokenizer(WordLevel(words | {f"w{n}": n for n in range(10, 110)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
+        additional_special_tokens=["<image>"], extra_special_tokens={"image_token": "<image>"},
+    )  # fmt: skip
+    sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    processor = LlavaProcessor(
+        CLIPImageProcessor(**sizes), fast, patch_size=4, vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )  # fmt: skip
+    picture = Image.new("RGB", (24, 20), "white")
+    ImageDraw.Draw(picture).ellipse((4, 4, 18, 16), fill="red")
+    plain, model = pair("llava")
+    said = [
+        pipeline("image-text-to-text", model=one, processor=processor)(
+            images=picture, text="<image> what is this", generate_kwargs=greedy()
+        )[0]["generated_text"]
+        for one in (plain, model)
+    ]
+    assert said[0] == said[1]
+    assert steps(model) == STEPS - 1
