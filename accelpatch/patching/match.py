@@ -48,10 +48,9 @@ def sites(
         places.setdefault(id(module), []).append(path)
         modules[id(module)] = module
     head = wrapped(getattr(model, "get_output_embeddings", lambda: None)())
-    named = list(model.named_modules(remove_duplicate=False))
+    named, share = list(model.named_modules(remove_duplicate=False)), active_share(model)
     adapters = {path: inner for path, module in named if (inner := inner_name(module)) is not None}
     changed = _adapted(module for _, module in named)
-    share = active_share(model)
     counted, found = set[int](), dict[int, Site]()
     dtype = _dtype_of(model)
     for key, module in modules.items():
