@@ -1,15 +1,15 @@
 """Replicas of a patched model under Ray Serve: autoscaling by queue, health checks, and a new one for one that ends.
 
     pip install 'accelpatch[serve]' 'ray[serve]'
-    python examples/ray_serve.py smollm2-135m --recipe int8 --replicas 2
+    python examples/ray_serve.py smollm2-135m int8 2
     curl localhost:8000 -d '{"prompt": "What is the capital of France?"}'
 
 Each replica is a process with a model of its own, on a GPU of its own where there are GPUs.
 """
 
-import argparse
 import asyncio
 import os
+import sys
 import threading
 
 import torch
@@ -22,8 +22,7 @@ import accelpatch
 @serve.deployment(max_ongoing_requests=4, health_check_period_s=5, health_check_timeout_s=30)
 class Patched:
     def __init__(self, name: str, recipe: str):
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        loaded = accelpatch.load(name, recipe, device=device)
+        loaded = accelpatch.load(name, recipe, device="cuda" if torch.cuda.is_available() else "cpu")
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.turn = threading.Lock()  # one request after another: each gets the model's full speed
 
@@ -31,10 +30,8 @@ class Patched:
         torch.ones(1, device=self.model.device).item()  # raises on a device that has failed
 
     def answer(self, prompt: str, new_tokens: int) -> str:
-        messages = [{"role": "user", "content": prompt}]
-        inputs = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        ).to(self.model.device)
+        chat, form = [{"role": "user", "content": prompt}], {"return_dict": True, "return_tensors": "pt"}
+        inputs = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, **form).to(self.model.device)
         with self.turn:
             output = self.model.generate(**inputs, max_new_tokens=new_tokens)
         return self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -45,17 +42,13 @@ class Patched:
         return {"text": text, "process": os.getpid()}
 
 
-def application(name: str, recipe: str, replicas: int) -> serve.Application:
+def application(name: str, recipe: str = "int8", replicas: int | str = 1) -> serve.Application:
     """One to `replicas` replicas, another for each two requests that are open in one."""
-    scaling = {"min_replicas": replicas, "max_replicas": 2 * replicas, "target_ongoing_requests": 2}
-    needs = {"num_cpus": 0.5, "num_gpus": 1 if torch.cuda.is_available() else 0}
+    least = int(replicas)
+    scaling = {"min_replicas": least, "max_replicas": 2 * least, "target_ongoing_requests": 2}
+    needs = {"num_cpus": 0.5, "num_gpus": int(torch.cuda.is_available())}
     return Patched.options(autoscaling_config=scaling, ray_actor_options=needs).bind(name, recipe)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", nargs="?", default="smollm2-135m")
-    parser.add_argument("--recipe", default="int8")
-    parser.add_argument("--replicas", type=int, default=1)
-    options = parser.parse_args()
-    serve.run(application(options.model, options.recipe, options.replicas), blocking=True)
+    serve.run(application(*(sys.argv[1:] or ["smollm2-135m"])), blocking=True)

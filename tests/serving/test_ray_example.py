@@ -51,7 +51,7 @@ def ask(url: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_killed_replica_is_replaced(url: str) -> None:
+def test_ray_serve(url: str) -> None:
     answers = [ask(url) for _ in range(12)]
     processes = {one["process"] for one in answers}
     assert len(processes) == 2
