@@ -1,10 +1,8 @@
-"""Replicas of a patched model under Ray Serve: autoscaling by queue, health checks, and a new one for one that ends.
+"""Replicas of a patched model under Ray Serve, each on a GPU of its own: autoscaling, health checks, restarts.
 
-    pip install 'accelpatch[serve]' 'ray[serve]'
-    python examples/ray_serve.py smollm2-135m int8 2
-    curl localhost:8000 -d '{"prompt": "What is the capital of France?"}'
-
-Each replica is a process with a model of its own, on a GPU of its own where there are GPUs.
+pip install 'accelpatch[serve]' 'ray[serve]'
+python examples/ray_serve.py smollm2-135m int8 2
+curl localhost:8000 -d '{"prompt": "What is the capital of France?"}'
 """
 
 import asyncio
@@ -33,8 +31,8 @@ class Patched:
         chat, form = [{"role": "user", "content": prompt}], {"return_dict": True, "return_tensors": "pt"}
         inputs = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, **form).to(self.model.device)
         with self.turn:
-            output = self.model.generate(**inputs, max_new_tokens=new_tokens)
-        return self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+            made = self.model.generate(**inputs, max_new_tokens=new_tokens)[0, inputs["input_ids"].shape[1] :]
+        return self.tokenizer.decode(made, skip_special_tokens=True)
 
     async def __call__(self, request: Request) -> dict[str, str | int]:
         asked = await request.json()
@@ -43,9 +41,7 @@ class Patched:
 
 
 def application(name: str, recipe: str = "int8", replicas: int | str = 1) -> serve.Application:
-    """One to `replicas` replicas, another for each two requests that are open in one."""
-    least = int(replicas)
-    scaling = {"min_replicas": least, "max_replicas": 2 * least, "target_ongoing_requests": 2}
+    scaling = {"min_replicas": int(replicas), "max_replicas": 2 * int(replicas), "target_ongoing_requests": 2}
     needs = {"num_cpus": 0.5, "num_gpus": int(torch.cuda.is_available())}
     return Patched.options(autoscaling_config=scaling, ray_actor_options=needs).bind(name, recipe)
 
