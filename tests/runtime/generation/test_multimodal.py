@@ -78,13 +78,14 @@ def test_two_turns(name: str, machine: str) -> None:
     """A picture or sound and text, then text over the same cache; every new token but the first is a fast step."""
     plain, model = pair(name)
     made = both(plain, model, MODELS[name][1](2), return_dict_in_generate=True, **greedy(LONG))
-    assert steps(model) == LONG - 1
+    native = (name, machine) != ("aya-vision", "cpu")  # whose layers are parallel, which the native step has not
+    assert steps(model) == native * (LONG - 1)
     turns = [
         one.generate(**continued(before, torch.full((2, 3), 7)), **greedy(LONG))
         for one, before in zip((plain, model), made, strict=True)
     ]
     assert torch.equal(*turns)
-    assert steps(model) == 2 * (LONG - 1)
+    assert steps(model) == native * 2 * (LONG - 1)
 
 
 @pytest.mark.parametrize("name", SOME)
