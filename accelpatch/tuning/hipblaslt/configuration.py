@@ -53,7 +53,7 @@ TARGETS: Mapping[str, Target] = {
         {**_COMMON, "H": _HALF, "B": _HALF, **dict.fromkeys(("I8", "F8N", "B8N", "F8B8N", "B8F8N"), _WIDE)},
     ),
     CDNA4: Target(
-        "gfx950", ("Device 75a0",), 256,
+        CDNA4, ("Device 75a0",), 256,
         {**_COMMON, "H": _WIDE, "B": _WIDE, "I8": _WIDE, **dict.fromkeys(("F8", "B8", "F8B8", "B8F8"), _WIDEST)},
     ),
 }  # fmt: skip

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from accelpatch.device import CDNA3
 from accelpatch.errors import AccelpatchError
 
 CACHE = "hipblaslt-tuning.txt"
@@ -47,7 +48,7 @@ def lines(engine: str, log: Path, hipblaslt: str, devices: Sequence[str], arch: 
         raise AccelpatchError(f"{engine} comes with the sources of hipBLASLt: {where}")
     source = shlex.quote(str(log.absolute()))
     if engine == "geko":
-        return _geko(shlex.quote(str(tool)), source, ",".join(devices), arch or "gfx942")
+        return _geko(shlex.quote(str(tool)), source, ",".join(devices), arch or CDNA3)
     command = f"python3 {shlex.quote(str(tool))} --input_file {source} --output_path quicktune --gpu_id {devices[0]}"
     return Lines(
         ["export HIPBLASLT_TUNING_FILE=quicktune/tuning.txt", f"{command} --requested_solution 128",
