@@ -42,6 +42,8 @@ PLACES = frozenset(
         "vision_feature_select_strategy",
     }
 )  # fmt: skip
+# By how much the pictures of the last prompt move positions: Qwen-VL models return it until transformers 5.23.
+DELTAS = "rope_deltas"
 NONE: frozenset[str] = frozenset()
 
 
@@ -57,6 +59,11 @@ def is_multimodal(model: Any) -> bool:
     """Whether a model, patched or not, is one of CLASSES."""
     cls: Any = type(model)
     return _of_class(cls)
+
+
+def configurations(model: Any) -> tuple[Any, ...]:
+    """Those that decide what the arguments of a call leave open: the model's, and its language model's."""
+    return (model.config, model.get_decoder().config) if is_multimodal(model) else (model.config,)
 
 
 @functools.lru_cache
@@ -88,7 +95,10 @@ def shows_media(given: Mapping[str, Any]) -> bool:
 def outputs_of(model: Any, **made: Any) -> Any:
     """What the model's forward returns, of the class that it says."""
     cls: Any = type(model)
-    return _outputs_class(cls)(**made)
+    outputs = _outputs_class(cls)
+    if DELTAS in outputs.__dataclass_fields__:
+        made[DELTAS] = model.model.rope_deltas
+    return outputs(**made)
 
 
 @functools.lru_cache

@@ -23,12 +23,14 @@ from accelpatch.kernels.operation import is_eager, wants_gradient
 from accelpatch.models.multimodal import language_model
 from accelpatch.runtime import cache_form
 from accelpatch.runtime.graphs.calls import captured_outputs
-from accelpatch.runtime.graphs.fused_forward import UNASKED, asks, reads_blind_tokens
+from accelpatch.runtime.graphs.fused_forward import HIDDEN_STATES, UNASKED, asks, reads_blind_tokens
 
 FORWARD = "fused layers of a prompt's embeddings"
 EMBEDDINGS = "inputs_embeds"
 # The last is for the head, and comes along where a model hands on whatever it is given.
 SUPPORTED = (EMBEDDINGS, "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep")
+#: arguments that change nothing where they have these values
+PLAIN = {**UNASKED, HIDDEN_STATES: False}
 #: transformers' kinds of masks -> whether they are of layers with a window
 KINDS = {"full_attention": False, "sliding_attention": True}
 DEEP = ("visual_pos_masks", "deepstack_visual_embeds")  # what is added to pictures' tokens behind the first layers
@@ -48,12 +50,17 @@ def _around(part: Any, inner: Any) -> bool:
     return any(one is inner for one in part.modules())
 
 
-def why_not(given: Mapping[str, Any]) -> str | None:
-    """Why the language model's modules must run a call with these arguments; None where fused layers can."""
+def why_not(part: Any, given: Mapping[str, Any]) -> str | None:
+    """Why the modules of a language model, `part`, must run a call with these arguments; None where fused layers can.
+
+    Its own configuration decides what the arguments leave open, as in transformers.
+    """
     for name, value in given.items():
-        idle = value is None or value is False or value is UNASKED.get(name)
-        if name not in (*SUPPORTED, *DEEP) and not idle:
+        if name not in (*SUPPORTED, *DEEP) and value is not None and value is not PLAIN.get(name):
             return f"{name} was given"
+    for name, plain in (*PLAIN.items(), ("is_causal", True)):
+        if given.get(name) is None and getattr(part.config, name, plain) is not plain:
+            return f"the configuration asks for {name}"
     embeds, mask, positions, cache = (given.get(name) for name in SUPPORTED[:4])
     if not isinstance(embeds, Tensor) or embeds.dim() != 3 or embeds.shape[1] < 2:
         return "no embeddings of several tokens"
@@ -66,6 +73,8 @@ def why_not(given: Mapping[str, Any]) -> str | None:
         not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dim() not in (2, 3)
     ):
         return "positions of another form than [B, L] or [3, B, L]"
+    if positions is not None and mask is None and cache is None and not asks(part, given, "use_cache"):
+        return "positions of packed texts"  # transformers then looks for several texts in a row
     return None
 
 
@@ -86,11 +95,13 @@ def language_outputs(runtime: Any, model: Any, part: Any, given: Mapping[str, An
     cache; None where its modules must run."""
     if not is_eager() or wants_gradient(model.parameters()) or torch.is_grad_enabled():
         return None
-    if why_not(given) is not None or not runtime.lock.acquire(blocking=False):
+    if why_not(part, given) is not None or not runtime.lock.acquire(blocking=False):
         return None
     try:
         fused, watched = runtime.fused(model)
         if fused is None or not fused.places - set(watched) or fused.no_prompts is not None:
+            return None
+        if given[EMBEDDINGS].dtype != fused.dtype:
             return None
         made = DynamicCache(config=part.config) if asks(part, given, "use_cache") else None
         call = _call(fused, given, made if given.get(CACHE) is None else given[CACHE])
