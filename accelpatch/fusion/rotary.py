@@ -58,8 +58,12 @@ def axes_of(rotary: Any) -> Tensor | None:
         axis = places % 3
         limits = torch.tensor([3 * size for size in sections], device=count.device)[axis]
         return torch.where(places < limits, axis, 0)
-    ends = torch.tensor(sections, device=count.device).cumsum(0)
-    return torch.bucketize(places, ends, right=True).clamp(max=len(sections) - 1) % 3
+    if sum(sections) != len(count):
+        return None  # transformers raises an error at the first call
+    return (
+        torch.arange(len(sections), device=count.device).repeat_interleave(torch.tensor(sections, device=count.device))
+        % 3
+    )
 
 
 def of_one_axis(positions: Tensor) -> Tensor | None:

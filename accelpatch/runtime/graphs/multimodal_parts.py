@@ -126,11 +126,11 @@ def _with_pictures(
     [M, K] to the M tokens of pictures, which `shown`[B, L] marks."""
     if shown is None or not added:
         return x, 0
-    rows = shown.flatten().nonzero()[:, 0].to(x.device)
+    rows = shown.flatten().nonzero()[:, 0]
     for place, one in enumerate(added):
         x, pending = fused.run(x, call, watched, places=[place])
         x = x.clone() if pending is None else x + pending
-        x.index_add_(0, rows, one.to(x.device, x.dtype))
+        x.index_add_(0, rows.to(x.device), one.to(x.device, x.dtype))
     return x, len(added)
 
 

@@ -34,9 +34,12 @@ LOGITS: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "
 SOME = ("llava", "gemma3", "qwen2.5-vl", "qwen2-audio")
 
 
-def pair(name: str, recipe: Any = "exact") -> tuple[Any, Any]:
-    """(a model that runs transformers' own loop over the same replaced modules, the patched one)."""
-    model = accelpatch.patch(MODELS[name][0](), recipe, verify=False, progress=False)
+def pair(name: str, recipe: Any = "exact", made: Any = None) -> tuple[Any, Any]:
+    """(a model that runs transformers' own loop over the same replaced modules, the patched one).
+
+    made: the model to patch, in place of a new one of this name.
+    """
+    model = accelpatch.patch(MODELS[name][0]() if made is None else made, recipe, verify=False, progress=False)
     plain = copy.deepcopy(model)
     vars(plain)[RUNTIME] = vars(plain)[CODE].runtime = None  # of the model, and of the models inside it
     return plain, model
