@@ -132,7 +132,7 @@ def family_by(module: Any, endings: tuple[str, ...]) -> Family | None:
 
 def module_in(model: Any) -> Any:
     """The decoder's module in a model."""
-    return child_of(model, form_in(model)[1].path)
+    return model.get_decoder() if is_multimodal(model) else child_of(model, form_in(model)[1].path)
 
 
 def layers_in(model: Any) -> Any:

@@ -22,7 +22,7 @@ from accelpatch.fusion.native_model import NativeModel, native_model
 from accelpatch.fusion.rotary import of_one_axis
 from accelpatch.kernels.cpu.decode_step import DecodeStep
 from accelpatch.kernels.cpu.native_library import MAX_BATCH
-from accelpatch.models.multimodal import configurations, of_no_step, outputs_of
+from accelpatch.models.multimodal import configurations, outputs_of, unused_by_steps
 from accelpatch.runtime.cache_contents import Contents, attached
 from accelpatch.runtime.cpu.mixed_step import Places, mixed_step
 from accelpatch.runtime.cpu.native_cache import Store, stored
@@ -173,7 +173,7 @@ class NativeRuntime(ModelRuntime):
 def _why_not(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> str | None:
     """Why a call cannot be a native step, judging by its arguments alone; None where it can."""
     extra = unknown(arguments, UNDERSTOOD)
-    if extra is not None and (extra := unknown(arguments, UNDERSTOOD | of_no_step(model))) is not None:
+    if extra is not None and (extra := unknown(arguments, UNDERSTOOD | unused_by_steps(model))) is not None:
         return f"the argument {extra}"
     if arguments.get("use_cache") is False or arguments.get("return_dict") is False:
         return "no cache or a tuple was asked for"

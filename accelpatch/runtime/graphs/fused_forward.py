@@ -16,10 +16,10 @@ from transformers.cache_utils import DynamicCache
 from accelpatch.fusion.cache_call import CacheCall, KeptCall
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.fused_model import FusedModel
-from accelpatch.fusion.rotary import of_one_axis
+from accelpatch.fusion.rotary import by_axes, of_one_axis
 from accelpatch.fusion.spread import computes_on
 from accelpatch.kernels.operation import is_eager, wants_gradient
-from accelpatch.models.multimodal import configurations, is_multimodal, of_no_step
+from accelpatch.models.multimodal import configurations, is_multimodal, unused_by_steps
 from accelpatch.models.multimodal import outputs_of as own_outputs
 from accelpatch.runtime import cache_form
 from accelpatch.runtime.cache_contents import attached
@@ -36,7 +36,7 @@ UNASKED = {"return_dict": True, "output_attentions": False}
 
 def why_not(model: Any, given: Mapping[str, Any]) -> str | None:
     """Why a call must run the modules; None where fused layers can. given: the call's arguments by name."""
-    known = {*SUPPORTED, HIDDEN_STATES, *(of_no_step(model) if _length(given) == 1 else ())}
+    known = {*SUPPORTED, HIDDEN_STATES, *(unused_by_steps(model) if _length(given) == 1 else ())}
     for name, value in given.items():
         if name not in known and value is not None and value is not UNASKED.get(name):
             return f"{name} was given"
@@ -75,7 +75,7 @@ def _of_media(model: Any, given: Mapping[str, Any], past: int) -> str | None:
             return f"configurations that differ in {name}"
     if given.get("labels") is not None:
         return "labels of a multimodal model"
-    if past and given.get("position_ids") is None:
+    if past and given.get("position_ids") is None and by_axes(getattr(model.get_decoder(), "rotary_emb", None)):
         return "no positions, which pictures before may have moved"
     ids, table = given["input_ids"], model.get_input_embeddings()
     if ids.shape[1] > 1 and bool((ids >= table.num_embeddings).any()):
