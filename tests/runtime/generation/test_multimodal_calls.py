@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
+import accelpatch
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.generation.speculation import ACCEPTED
@@ -201,3 +202,24 @@ def test_prompt_lookup_behind_a_picture(name: str, machine: str) -> None:
     embeds = plain.get_input_embeddings()(IDS).detach()
     both(plain, model, {"inputs_embeds": embeds}, **greedy(40))
     assert machine == "cpu" or model.accelpatch.report().paths[ACCEPTED]
+
+
+class Negated(transformers.LlavaModel):
+    """A model around the language model that does more than transformers' own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        made = super().forward(*args, **kwargs)
+        made.last_hidden_state = -made.last_hidden_state
+        return made
+
+
+def test_other_code_around_the_language_model(machine: str) -> None:
+    def made() -> Any:
+        model = MODELS["llava"][0]()
+        model.model.__class__ = Negated
+        return model
+
+    plain, model = made(), accelpatch.patch(made(), "exact", verify=False, progress=False)
+    both(plain, model, MODELS["llava"][1](1))
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, plain(IDS).logits, rtol=1e-4, atol=1e-5)
