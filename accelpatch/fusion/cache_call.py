@@ -32,8 +32,8 @@ class CacheCall(Movable):
     """A call of L tokens a row. positions[B, L]; mask[B, past + L] or None; cache: None for none; past: cached
     tokens. blind: whether the caller gets the results of tokens that see no key; attention is then by the functions
     that transformers calls, which differ in what they give those. axes[3, B, L]: positions that differ by axis, as
-    those of a picture's tokens; axis[R / 2]: the axis of each frequency. masks: whether
-    a layer has a window -> boolean [B, 1, L, past + L] of what its tokens see, where that is more than those before.
+    those of a picture's tokens; axis[R / 2]: the axis of each frequency. masks: whether a layer has a window -> boolean
+    [B or 1, 1, L, past + L] of what its tokens see, where that is not just those before, as within a picture.
     """
 
     decoder: Any
@@ -118,7 +118,8 @@ class CacheCall(Movable):
         """What each token sees of the keys from index `first` on, in layers with a window."""
         key = first, window
         if key not in self._seen and self.masks is not None:
-            self._seen[key] = Shown(bias=self.masks[window > 0][..., first:].contiguous(), causal=False)
+            seen = self.masks[window > 0][..., first:].to(self.positions.device)
+            self._seen[key] = Shown(bias=seen.contiguous(), causal=False)
         if key not in self._seen:
             mask = None if self.mask is None else self.mask[:, first:]
             self._seen[key] = shown(mask, self.past - first, self.positions.shape[1], window)

@@ -85,7 +85,9 @@ def why_not(model: Any, decoder: Decoder) -> str | None:
     parts = (decoder.embedding, decoder.norm, decoder.rotary, decoder.head, table)
     reasons = (own_code.why_not_in(one.modules()) for one in parts if isinstance(one, nn.Module))
     form = decoder.form
-    whole = (model, decoder.module, decoder.layers)
+    names = form.path.split(".")
+    around = [child_of(model, ".".join(names[:count])) for count in range(1, len(names))]
+    whole = (model, *around, decoder.module, decoder.layers)
     if reason := own_code.why_not_in(whole) or next(filter(None, reasons), None):
         return reason
     known = {form.layers, form.embedding, form.norm, form.positions}
@@ -132,7 +134,7 @@ def family_by(module: Any, endings: tuple[str, ...]) -> Family | None:
 
 def module_in(model: Any) -> Any:
     """The decoder's module in a model."""
-    return child_of(model, form_in(model)[1].path)
+    return model.get_decoder() if is_multimodal(model) else child_of(model, form_in(model)[1].path)
 
 
 def layers_in(model: Any) -> Any:

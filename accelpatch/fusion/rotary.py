@@ -13,7 +13,7 @@ from accelpatch.models.family import STATIC_ROPE, family_of_class
 from accelpatch.modules.rotary import FusedRotaryEmbedding
 
 LONGROPE = "longrope"
-SECTIONS, CYCLIC = AXES = ("axes", "cyclic axes")  # the tables of embeddings whose positions have several
+SECTIONS, CYCLIC = AXES = ("axes", "cyclic axes")  # Rotary.tables of embeddings whose positions have axes
 IN_PLACE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)  # writes of longrope's frequencies
 
 
@@ -47,25 +47,30 @@ def _tables(rotary: Any) -> str | None:
 
 
 def axes_of(rotary: Any) -> Tensor | None:
-    """The axis of the positions that each of the frequencies belongs to, int64 [R / 2]; None where there is one."""
-    kind, count = _tables(rotary), getattr(rotary, "inv_freq", None)
+    """For each frequency, the index of the axis whose positions it multiplies: int64 [R / 2].
+
+    None where positions have one axis, or the configuration does not say how many frequencies each axis has.
+    """
+    kind, frequencies = _tables(rotary), getattr(rotary, "inv_freq", None)
     said = parameters(getattr(rotary, "config", None)).get("mrope_section")
     sections = getattr(rotary, "mrope_section", said)
-    if kind not in AXES or count is None or not sections:
+    if kind not in AXES or frequencies is None or not sections:
         return None
-    places = torch.arange(len(count), device=count.device)
-    if kind == CYCLIC:
-        axis = places % 3
-        limits = torch.tensor([3 * size for size in sections], device=count.device)[axis]
-        return torch.where(places < limits, axis, 0)
-    ends = torch.tensor(sections, device=count.device).cumsum(0)
-    return torch.bucketize(places, ends, right=True).clamp(max=len(sections) - 1) % 3
+    if kind == SECTIONS:
+        if sum(sections) != len(frequencies):
+            return None  # transformers raises an error at the first call
+        runs = [axis % 3 for axis, size in enumerate(sections) for _ in range(size)]
+        return torch.tensor(runs, device=frequencies.device)
+    places = torch.arange(len(frequencies), device=frequencies.device)
+    axis = places % 3
+    limits = torch.tensor([3 * size for size in sections], device=frequencies.device)[axis]
+    return torch.where(places < limits, axis, 0)
 
 
 def of_one_axis(positions: Tensor) -> Tensor | None:
-    """Positions [B, L] of positions of several axes [A, B, L] that agree, as those of text do; None where they differ.
+    """Positions [B, L] for positions [A, B, L] whose axes agree, as those of text do; None where they differ.
 
-    Of four axes the first counts tokens, which no frequency reads.
+    Positions [B, L] are returned as they are. Where A is 4, the first row counts tokens and is no axis.
     """
     if positions.dim() != 3:
         return positions

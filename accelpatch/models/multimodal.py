@@ -1,7 +1,7 @@
-"""Multimodal models and answer in text: their language model, and what of a call concerns its prompt alone.
+"""Multimodal models that answer in text: their language model, and which arguments of a call concern the prompt alone.
 
-Each has towers for pictures or sounds, whose outputs take the places of tokens in a prompt. Every later step is one of
-the language model and the head alone, as of a causal language model.
+Each has towers for pictures or sounds, whose outputs take the places of tokens in a prompt. Every later step runs the
+language model and the head alone, as in a causal language model.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ CLASSES = frozenset(
         "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "SmolVLM", "Voxtral",
     )
 )  # fmt: skip
-# Arguments that mark the tokens of pictures: Gemma's, which see each other, and Qwen's.
-KINDS, MODALITIES = "token_type_ids", "mm_token_type_ids"
+# Arguments that mark the tokens of pictures: Gemma's, which see each other, and Qwen's, whose positions have axes.
+TOKEN_TYPES, MODALITIES = "token_type_ids", "mm_token_type_ids"
 # Arguments with pictures or sounds, or what a tower made of them: they fill a prompt, and no later step reads them.
 MEDIA = frozenset(
     {
@@ -34,7 +34,7 @@ MEDIA = frozenset(
         "mm_encoder_outputs",
     }
 )  # fmt: skip
-# Arguments that say where they lie and of which size they are. A step that is given its positions does not use them.
+# Arguments that say where these lie and how large they are. A step that is given its positions does not use them.
 PLACES = frozenset(
     {
         "image_sizes", "image_sizes_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts",
@@ -42,6 +42,8 @@ PLACES = frozenset(
         "vision_feature_select_strategy",
     }
 )  # fmt: skip
+# By how much the pictures of the last prompt move positions: Qwen-VL models return it until transformers 5.23.
+DELTAS = "rope_deltas"
 NONE: frozenset[str] = frozenset()
 
 
@@ -59,18 +61,23 @@ def is_multimodal(model: Any) -> bool:
     return _of_class(cls)
 
 
+def configurations(model: Any) -> tuple[Any, ...]:
+    """The configurations that decide what the arguments of a call leave open: the model's, and its language model's."""
+    return (model.config, model.get_decoder().config) if is_multimodal(model) else (model.config,)
+
+
 @functools.lru_cache
 def _of_class(cls: Any) -> bool:
     return own_code.base_of(cls).__name__ in CLASSES
 
 
-def of_prompts(model: Any) -> frozenset[str]:
-    """Arguments of generate() that concern the prompt alone."""
-    return MEDIA | PLACES | {KINDS} if is_multimodal(model) else NONE
+def prompt_arguments(model: Any) -> frozenset[str]:
+    """Names of the arguments of generate() that concern the prompt alone."""
+    return MEDIA | PLACES | {TOKEN_TYPES} if is_multimodal(model) else NONE
 
 
-def of_no_step(model: Any) -> frozenset[str]:
-    """Arguments of a call for one more token that change nothing, where its positions are given."""
+def unused_by_steps(model: Any) -> frozenset[str]:
+    """Names of arguments that change nothing in a call for one more token whose positions are given."""
     return PLACES if is_multimodal(model) else NONE
 
 
@@ -81,14 +88,17 @@ def shows_media(given: Mapping[str, Any]) -> bool:
         return True
     if any(isinstance(given.get(name), Tensor) for name in MEDIA):
         return True
-    marks = (given.get(name) for name in (KINDS, MODALITIES))
+    marks = (given.get(name) for name in (TOKEN_TYPES, MODALITIES))
     return any(mark is not None and bool(mark.any()) for mark in marks)
 
 
 def outputs_of(model: Any, **made: Any) -> Any:
-    """What the model's forward returns, of the class that it says."""
+    """Outputs with these fields, of the class that the model's forward is annotated to return."""
     cls: Any = type(model)
-    return _outputs_class(cls)(**made)
+    outputs = _outputs_class(cls)
+    if DELTAS in outputs.__dataclass_fields__:
+        made[DELTAS] = model.model.rope_deltas
+    return outputs(**made)
 
 
 @functools.lru_cache

@@ -20,6 +20,7 @@ from accelpatch.modules.quantized_module import quantised_in, take_over
 from accelpatch.modules.replacement import OWN_HOOK
 
 _version = attrgetter("_version")
+_in_training = attrgetter("training")
 # Where transformers has the hooks that it leaves behind in every layer once hidden states or attentions were asked for.
 # They do nothing but in calls that ask for them, and those run the modules anyway.
 CAPTURING = "transformers.utils.output_capturing"
@@ -82,6 +83,7 @@ class Watch:
         self._adapters = [module for module in modules if is_adapter(module)]
         self._flags = grouped(flag_places(model))
         self._model, self._random = weakref.ref(model), random_in_training(model)
+        self._dropping = [module for module in inner if _random_number(module) is not None]
 
     def objection(self) -> str | None:
         """Why the modules must run this step, or None."""
@@ -92,9 +94,8 @@ class Watch:
         if hooked(self._outer) or not all(map(_idle, everywhere)):
             return "a hook outside of the layers"
         model = self._model()
-        if self._random is not None and model is not None and model.training:
-            return f"training mode, with {self._random}"
-        return None
+        training = (model is not None and model.training) or any(map(_in_training, self._dropping))
+        return f"training mode, with {self._random}" if self._random is not None and training else None
 
     def watched(self) -> list[int]:
         """Indices of the layers with hooks, on themselves or inside."""
@@ -154,12 +155,15 @@ def flag_places(model: Any) -> Iterator[tuple[dict[str, Any], str]]:
 
 def random_in_training(model: Any) -> str | None:
     """What makes a model's outputs random in training mode: a dropout, a noise. None where both modes are the same."""
-    for owner in (*configurations(model), *model.modules()):
-        is_dropout = isinstance(owner, DROPOUTS)
-        for name, value in vars(owner).items():
-            named = any(part in name for part in RANDOM) or (is_dropout and name == "p")
-            if named and type(value) in (int, float) and value:
-                return f"{name} = {value} in {type(owner).__name__}"
+    return next(filter(None, map(_random_number, (*configurations(model), *model.modules()))), None)
+
+
+def _random_number(owner: Any) -> str | None:
+    is_dropout = isinstance(owner, DROPOUTS)
+    for name, value in vars(owner).items():
+        named = any(part in name for part in RANDOM) or (is_dropout and name == "p")
+        if named and type(value) in (int, float) and value:
+            return f"{name} = {value} in {type(owner).__name__}"
     return None
 
 

@@ -22,7 +22,7 @@ from accelpatch.fusion.native_model import NativeModel, native_model
 from accelpatch.fusion.rotary import of_one_axis
 from accelpatch.kernels.cpu.decode_step import DecodeStep
 from accelpatch.kernels.cpu.native_library import MAX_BATCH
-from accelpatch.models.multimodal import of_no_step, outputs_of
+from accelpatch.models.multimodal import configurations, outputs_of, unused_by_steps
 from accelpatch.runtime.cache_contents import Contents, attached
 from accelpatch.runtime.cpu.mixed_step import Places, mixed_step
 from accelpatch.runtime.cpu.native_cache import Store, stored
@@ -173,12 +173,16 @@ class NativeRuntime(ModelRuntime):
 def _why_not(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> str | None:
     """Why a call cannot be a native step, judging by its arguments alone; None where it can."""
     extra = unknown(arguments, UNDERSTOOD)
-    if extra is not None and (extra := unknown(arguments, UNDERSTOOD | of_no_step(model))) is not None:
+    if extra is not None and (extra := unknown(arguments, UNDERSTOOD | unused_by_steps(model))) is not None:
         return f"the argument {extra}"
     if arguments.get("use_cache") is False or arguments.get("return_dict") is False:
         return "no cache or a tuple was asked for"
-    if any(getattr(model.config, name, None) for name in ("output_hidden_states", "output_attentions")):
+    configs = configurations(model)
+    if any(getattr(one, name, None) for one in configs for name in ("output_hidden_states", "output_attentions")):
         return "attentions or hidden states were asked for"
+    caching = arguments.get("use_cache") or all(getattr(one, "use_cache", True) for one in configs)
+    if len(configs) > 1 and not caching:
+        return "no cache was asked for"
     if ids.shape[0] > MAX_BATCH:
         return f"a batch of more than {MAX_BATCH}"
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):

@@ -105,17 +105,21 @@ class CapturedRun:
             outputs: Any = CausalLMOutputWithPast(**{CACHE: cache})
             self.runtime.paths[prefill.FUSED_PROMPT] += 1
         else:
-            by_fused = self.runtime.paths[PARTS]
+            before = self._by_fused_layers()
             with self.runtime.prompting():
                 outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
             cache = cache_of(outputs)  # Phi-3 makes a new cache where its rotary frequencies change
             logits, length = outputs.logits[:, -1].to(copy=True, dtype=torch.float32), cache.get_seq_length()
-            if self.step.fused and self.runtime.paths[PARTS] == by_fused:
+            if self.step.fused and self._by_fused_layers() == before:
                 self.runtime.paths[f"prefill by modules: {reason}"] += 1
         self.kwargs = self._model._update_model_kwargs_for_generation(outputs, kwargs)
         positions = self.kwargs.get("position_ids")
         self._continue(cache, length, kwargs.get(self.mask), positions, config)
         return logits.to(ids.device)
+
+    def _by_fused_layers(self) -> int:
+        """How often the fused layers of a multimodal model's language model ran so far."""
+        return sum(count for path, count in self.runtime.paths.items() if path.startswith(PARTS))
 
     def _continue(self, cache: Any, length: int, mask: Tensor | None, positions: Tensor | None, config: Any) -> None:
         """Go on by steps behind the `length` tokens in `cache`. mask: of these. positions: up to the next one."""

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.spread import moves_only
-from accelpatch.models.multimodal import of_prompts
+from accelpatch.models.multimodal import prompt_arguments
 from accelpatch.runtime.code_watch import CODE
 from accelpatch.runtime.cpu.native_step import NativeRun, NativeRuntime, unknown
 
@@ -34,7 +34,7 @@ def stock_loop_because(
     """Why transformers' own loop must run; None where `decode` can."""
     if reason := vars(model)[CODE].loop:
         return str(reason)
-    if extra := unknown(kwargs, {*understood, *of_prompts(model)}):
+    if extra := unknown(kwargs, {*understood, *prompt_arguments(model)}):
         return f"the argument {extra}"
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         return "attentions or hidden states were asked for"

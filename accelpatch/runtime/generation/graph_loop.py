@@ -37,7 +37,7 @@ def captured_loop(
     with on_device(ids), runtime.alone() as alone:
         kind = EncoderDecoderRun if model.config.is_encoder_decoder else CapturedRun
         reason = kind.why_not(model, runtime, config, synced_gpus, kwargs) if alone else "generate() within generate()"
-        reason = reason or _turning(model, ids.shape[1], criteria.max_length)
+        reason = reason or _turning(model, ids.shape[1], criteria.max_length) or _expanding(model, ids, kwargs)
         if reason is None:
             try:
                 run = kind.begun(model, runtime, ids, criteria.max_length, kwargs)
@@ -48,6 +48,19 @@ def captured_loop(
                 return _decode(run, ids, processors, criteria, config, streamer, kwargs)
     runtime.paths[f"stock loop: {reason}"] += 1
     return stock(*given, synced_gpus, streamer, **kwargs)
+
+
+def _expanding(model: Any, ids: torch.Tensor, kwargs: dict[str, Any]) -> str | None:
+    """Why a prompt with sounds fills more slots than it has ids; None where it does not.
+
+    Qwen2-Audio in older versions of transformers replaces a lone token of a sound by as many as the tower gives.
+    """
+    token = getattr(model.config, "audio_token_id", None)
+    if token is None or kwargs.get("input_features") is None:
+        return None
+    sounds = ids == token
+    lone = bool(sounds.any()) and not bool((sounds[:, 1:] & sounds[:, :-1]).any())
+    return "one token for a whole sound" if lone else None
 
 
 def _turning(model: Any, length: int, most: int) -> str | None:

@@ -16,10 +16,10 @@ from transformers.cache_utils import DynamicCache
 from accelpatch.fusion.cache_call import CacheCall, KeptCall
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.fused_model import FusedModel
-from accelpatch.fusion.rotary import of_one_axis
+from accelpatch.fusion.rotary import by_axes, of_one_axis
 from accelpatch.fusion.spread import computes_on
 from accelpatch.kernels.operation import is_eager, wants_gradient
-from accelpatch.models.multimodal import is_multimodal, of_no_step
+from accelpatch.models.multimodal import configurations, is_multimodal, unused_by_steps
 from accelpatch.models.multimodal import outputs_of as own_outputs
 from accelpatch.runtime import cache_form
 from accelpatch.runtime.cache_contents import attached
@@ -36,13 +36,15 @@ UNASKED = {"return_dict": True, "output_attentions": False}
 
 def why_not(model: Any, given: Mapping[str, Any]) -> str | None:
     """Why a call must run the modules; None where fused layers can. given: the call's arguments by name."""
-    known = {*SUPPORTED, HIDDEN_STATES, *(of_no_step(model) if _length(given) == 1 else ())}
+    known = {*SUPPORTED, HIDDEN_STATES, *(unused_by_steps(model) if _length(given) == 1 else ())}
     for name, value in given.items():
         if name not in known and value is not None and value is not UNASKED.get(name):
             return f"{name} was given"
     for name, unasked in UNASKED.items():
         if given.get(name) is None and getattr(model.config, name, unasked) is not unasked:
             return f"the configuration asks for {name}"
+    if type(_asked(model, given, HIDDEN_STATES)) is not bool:
+        return "hidden states of some layers alone"
     ids, mask, positions, cache = (given.get(name) for name in SUPPORTED[:4])
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.dtype not in INTEGERS:
         return "no ids"
@@ -67,9 +69,13 @@ def _length(given: Mapping[str, Any]) -> int:
 
 def _of_media(model: Any, given: Mapping[str, Any], past: int) -> str | None:
     """Why a call of a multimodal model needs the modules, whose language model runs alone."""
+    own, inner = configurations(model)
+    for name, unasked in {**UNASKED, HIDDEN_STATES: False, "use_cache": True, "is_causal": True}.items():
+        if given.get(name) is None and getattr(own, name, unasked) != getattr(inner, name, unasked):
+            return f"configurations that differ in {name}"
     if given.get("labels") is not None:
         return "labels of a multimodal model"
-    if past and given.get("position_ids") is None:
+    if past and given.get("position_ids") is None and by_axes(getattr(model.get_decoder(), "rotary_emb", None)):
         return "no positions, which pictures before may have moved"
     ids, table = given["input_ids"], model.get_input_embeddings()
     if ids.shape[1] > 1 and bool((ids >= table.num_embeddings).any()):
@@ -100,8 +106,12 @@ def _of_config(model: Any, given: Mapping[str, Any]) -> str | None:
 
 def asks(model: Any, given: Mapping[str, Any], name: str) -> bool:
     """Whether a call asks for a cache (`use_cache`) or hidden states: by its argument, else by the configuration."""
+    return bool(_asked(model, given, name))
+
+
+def _asked(model: Any, given: Mapping[str, Any], name: str) -> Any:
     asked = given.get(name)
-    return bool(getattr(model.config, name, name == "use_cache") if asked is None else asked)
+    return getattr(model.config, name, name == "use_cache") if asked is None else asked
 
 
 def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:

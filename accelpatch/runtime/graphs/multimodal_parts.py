@@ -1,8 +1,8 @@
-"""The parts of a multimodal model, as its own forward calls them in a prompt: the language model's layers are
-fused, and towers whose calls come again are graphs.
+"""What the forward of a multimodal model calls in a prompt: the language model by fused layers, towers as graphs.
 
-The model's own forward puts what towers made among the embeddings of the text. What the language model gets then is
-no ids, but the embeddings of all tokens.
+The model's own forward puts the outputs of its towers among the embeddings of the text, and calls the language model
+with the embeddings of all tokens in place of ids. A tower becomes a graph once calls of the same shapes have come often
+enough.
 """
 
 from __future__ import annotations
@@ -20,40 +20,45 @@ from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.rotary import of_one_axis
 from accelpatch.kernels.operation import is_eager, wants_gradient
-from accelpatch.models.multimodal import language_model
+from accelpatch.models.multimodal import is_multimodal
 from accelpatch.runtime import cache_form
 from accelpatch.runtime.graphs.calls import captured_outputs
-from accelpatch.runtime.graphs.fused_forward import UNASKED, asks, reads_blind_tokens
+from accelpatch.runtime.graphs.fused_forward import HIDDEN_STATES, UNASKED, asks, reads_blind_tokens
 
 FORWARD = "fused layers of a prompt's embeddings"
 EMBEDDINGS = "inputs_embeds"
-# The last is for the head, and comes along where a model hands on whatever it is given.
+# The last one concerns the head, but some models hand on whatever they are given.
 SUPPORTED = (EMBEDDINGS, "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep")
-#: transformers' kinds of masks -> whether they are of layers with a window
-KINDS = {"full_attention": False, "sliding_attention": True}
-DEEP = ("visual_pos_masks", "deepstack_visual_embeds")  # what is added to pictures' tokens behind the first layers
+#: arguments that ask for nothing more where they have these values
+PLAIN = {**UNASKED, HIDDEN_STATES: False}
+#: transformers' names of masks -> whether they are of layers with a window
+MASKS = {"full_attention": False, "sliding_attention": True}
+# Qwen3-VL's: which tokens are those of pictures, and what is added to these behind each of the first layers.
+DEEPSTACK = ("visual_pos_masks", "deepstack_visual_embeds")
 
 
 def part_outputs(runtime: Any, model: Any, part: Any, given: Mapping[str, Any]) -> Any:
     """Outputs of a call of a part of a multimodal model; None where the part's modules must run."""
-    found = language_model(model)
-    if found is None:
+    if not is_multimodal(model):
         return None
-    if found[1] is part:
+    decoder = model.get_decoder()
+    if decoder is part:
         return language_outputs(runtime, model, part, given)
-    return None if _around(part, found[1]) else captured_outputs(runtime, part, given)
+    holds_it = any(one is decoder for one in part.modules())
+    return None if holds_it else captured_outputs(runtime, part, given)
 
 
-def _around(part: Any, inner: Any) -> bool:
-    return any(one is inner for one in part.modules())
+def why_not(part: Any, given: Mapping[str, Any]) -> str | None:
+    """Why the modules of a language model, `part`, must run a call with these arguments; None where fused layers can.
 
-
-def why_not(given: Mapping[str, Any]) -> str | None:
-    """Why the language model's modules must run a call with these arguments; None where fused layers can."""
+    Its own configuration decides what the arguments leave open, as in transformers.
+    """
     for name, value in given.items():
-        idle = value is None or value is False or value is UNASKED.get(name)
-        if name not in (*SUPPORTED, *DEEP) and not idle:
+        if name not in (*SUPPORTED, *DEEPSTACK) and value is not None and value is not PLAIN.get(name):
             return f"{name} was given"
+    for name, plain in (*PLAIN.items(), ("is_causal", True)):
+        if given.get(name) is None and getattr(part.config, name, plain) is not plain:
+            return f"the configuration asks for {name}"
     embeds, mask, positions, cache = (given.get(name) for name in SUPPORTED[:4])
     if not isinstance(embeds, Tensor) or embeds.dim() != 3 or embeds.shape[1] < 2:
         return "no embeddings of several tokens"
@@ -66,12 +71,14 @@ def why_not(given: Mapping[str, Any]) -> str | None:
         not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dim() not in (2, 3)
     ):
         return "positions of another form than [B, L] or [3, B, L]"
+    if positions is not None and mask is None and cache is None and not asks(part, given, "use_cache"):
+        return "positions of packed texts"  # transformers then looks for several texts in a row
     return None
 
 
 def _of_masks(mask: Any, rows: int, length: int, past: int) -> str | None:
     if isinstance(mask, dict):
-        fit = mask.keys() <= KINDS.keys() and all(
+        fit = mask.keys() <= MASKS.keys() and all(
             isinstance(one, Tensor) and one.shape in ((rows, 1, length, length), (1, 1, length, length))
             for one in mask.values()
         )
@@ -86,21 +93,23 @@ def language_outputs(runtime: Any, model: Any, part: Any, given: Mapping[str, An
     cache; None where its modules must run."""
     if not is_eager() or wants_gradient(model.parameters()) or torch.is_grad_enabled():
         return None
-    if why_not(given) is not None or not runtime.lock.acquire(blocking=False):
+    if why_not(part, given) is not None or not runtime.lock.acquire(blocking=False):
         return None
     try:
         fused, watched = runtime.fused(model)
         if fused is None or not fused.places - set(watched) or fused.no_prompts is not None:
             return None
+        if given[EMBEDDINGS].dtype != fused.dtype:
+            return None
         made = DynamicCache(config=part.config) if asks(part, given, "use_cache") else None
         call = _call(fused, given, made if given.get(CACHE) is None else given[CACHE])
         if call is None or (call.cache is not None and cache_form.misfit(call.cache, fused.cached) is not None):
             return None
-        nothing = any(not bool(one.any(-1).all()) for one in (call.masks or {}).values())
-        call.blind = nothing or reads_blind_tokens(fused, {}, call, hidden=True)
+        blind = any(not bool(one.any(-1).all()) for one in (call.masks or {}).values())
+        call.blind = blind or reads_blind_tokens(fused, {}, call, hidden=True)
         runtime.paths[FORWARD + fused.exceptions_with(watched)] += 1
         x = fused.positioned(given[EMBEDDINGS], call.positions)
-        x, deep = _with_pictures(fused, x, call, watched, *(given.get(name) for name in DEEP))
+        x, deep = _first_layers(fused, x, call, watched, *(given.get(name) for name in DEEPSTACK))
         rest = range(deep, len(fused.layers))
         normal = fused.normal(*fused.run(x, call, watched, places=rest))
         return BaseModelOutputWithPast(last_hidden_state=normal.view(given[EMBEDDINGS].shape), **{CACHE: call.cache})
@@ -108,18 +117,20 @@ def language_outputs(runtime: Any, model: Any, part: Any, given: Mapping[str, An
         runtime.lock.release()
 
 
-def _with_pictures(
+def _first_layers(
     fused: FusedModel, x: Tensor, call: CacheCall, watched: Sequence[int], shown: Tensor | None, added: Any
 ) -> tuple[Tensor, int]:
-    """(rows behind the first layers, how many layers that are): to each a tower's further outputs are added, added[i]
-    [M, K] to the M tokens of pictures, which `shown`[B, L] marks."""
+    """Run the layers behind which outputs of a tower are added: (rows behind them, how many layers ran).
+
+    shown[B, L]: marks the M tokens of pictures. added: for each of these layers what its rows of pictures get, [M, K].
+    """
     if shown is None or not added:
         return x, 0
-    rows = shown.flatten().nonzero()[:, 0].to(x.device)
+    rows = shown.flatten().nonzero()[:, 0]
     for place, one in enumerate(added):
         x, pending = fused.run(x, call, watched, places=[place])
         x = x.clone() if pending is None else x + pending
-        x.index_add_(0, rows, one.to(x.device, x.dtype))
+        x.index_add_(0, rows.to(x.device), one.to(x.device, x.dtype))
     return x, len(added)
 
 
@@ -138,7 +149,7 @@ def _call(fused: FusedModel, given: Mapping[str, Any], cache: Any) -> CacheCall 
         flat = axes[0]
     masks = None
     if isinstance(mask, dict):
-        masks, mask = {KINDS[name]: _booleans(one).to(embeds.device) for name, one in mask.items()}, None
+        masks, mask = {MASKS[name]: _booleans(one).to(embeds.device) for name, one in mask.items()}, None
         if {layer.attention.window > 0 for layer in fused.fused_layers} - masks.keys():
             return None
     mask = None if mask is None or bool(mask.all()) else mask.to(embeds.device)

@@ -117,10 +117,10 @@ def why_not(step: CapturedStep, ids: Tensor, kwargs: dict[str, Any]) -> str | No
         return "no fused layers" if step.fused is None else step.fused.no_prompts
     if cache.get_seq_length():
         return "the cache holds tokens already"
-    if positions is None or positions.shape != ids.shape or (mask is not None and mask.shape != ids.shape):
-        return "positions or an attention mask of another shape than the ids"
     if kwargs.get("inputs_embeds") is not None:
         return "embeddings in place of ids"
+    if positions is None or positions.shape != ids.shape or (mask is not None and mask.shape != ids.shape):
+        return "positions or an attention mask of another shape than the ids"
     if shows_media(kwargs):
         return "pictures or sounds"
     return None

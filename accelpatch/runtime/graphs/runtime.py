@@ -74,12 +74,15 @@ class CapturedRuntime(ModelRuntime):
             return None
         if model.config.is_encoder_decoder:
             return captured_outputs(self, part, given) if model.get_encoder() is part else None
+        if not self.lock.acquire(blocking=False):  # another thread is within a call
+            return None
         before = self._busy, self._prompting
         self._busy = self._prompting = False  # or a part would find this thread within a call
         try:
             return part_outputs(self, model, part, given)
         finally:
             self._busy, self._prompting = before
+            self.lock.release()
 
     @contextmanager
     def prompting(self) -> Iterator[None]:
