@@ -45,20 +45,20 @@ class LaidOutLayer(Replacement, Generic[Computed]):
         """The linear layers and norms that are read, and parameters beside them."""
         raise NotImplementedError
 
-    def lay_out(self) -> Computed:
+    def lay_out(self) -> tuple[Computed, _Laid]:
         """Concatenate weights and read the layer; raises CannotFuse where it has no fused form."""
         with _LOCK, torch.inference_mode(False):  # or two threads would each concatenate what the other reads
-            fused = self._fused
-            if fused is not None and self._laid is not None and self._laid.is_fresh():
-                return fused
+            fused, laid = self._fused, self._laid
+            if fused is not None and laid is not None and laid.is_fresh():
+                return fused, laid
             try:
                 fused = self.read()
             except CannotFuse:
                 self.wanted = False
                 raise
             self._fused, self.wanted = fused, True
-            self._laid = _Laid(self, self.parts())
-            return fused
+            self._laid = laid = _Laid(self, self.parts())
+            return fused, laid
 
     def run_modules(self) -> None:
         """Run the original's forward from now on."""
@@ -75,14 +75,14 @@ class LaidOutLayer(Replacement, Generic[Computed]):
             return None
         if torch.is_grad_enabled() and wants_gradient((x, *self.parameters())):
             return None
-        fused: Any = self._fused
-        if fused is None or self._laid is None or not self._laid.is_fresh():
+        fused: Any
+        fused, laid = self._fused, self._laid  # another thread may move the model meanwhile
+        if fused is None or laid is None or not laid.is_fresh():
             try:
-                fused = self.lay_out()
+                fused, laid = self.lay_out()
             except CannotFuse:
                 return None
-        assert self._laid is not None
-        if not self._laid.is_intact() or torch.is_autocast_enabled(fused.device.type):
+        if not laid.is_intact() or torch.is_autocast_enabled(fused.device.type):
             return None
         found: Computed | None = fused if x is None or x.dtype == fused.dtype else None
         return found
