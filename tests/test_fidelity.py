@@ -170,7 +170,7 @@ def test_noise_hides_the_grid(embedded: SimpleNamespace) -> None:
     assert found < 1e-3 < 0.05 < lost
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_smoothing_takes_most_of_what_int8_activations_lose(embedded: SimpleNamespace) -> None:
     """Calibrated on other English than it is measured on; plain: the same without smoothing."""
     words = embedded.tokenizer.decode(english_tokens(embedded.tokenizer, 3328)[5:].flatten())

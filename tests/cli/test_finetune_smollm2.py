@@ -14,10 +14,10 @@ from .conftest import Cli
 pytest.importorskip("trl", reason="TRL is not installed: pip install 'accelpatch[train]'")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("smollm2")
 def test_smollm2_learns_puzzles(cli: Cli, tmp_path: Path) -> None:
-    """Reverse alone, of which some rows are enough to see it. The whole default run is a nightly test of the docs."""
+    """Reverse alone, of which some rows are enough to see it. The whole default run is a test of the docs."""
     train, _ = puzzles.as_rows()
     chosen = [row.values for row in train if row.values["prompt"].startswith("Reverse")][:24]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(dict(one)) + "\n" for one in chosen))

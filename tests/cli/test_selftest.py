@@ -14,6 +14,7 @@ from accelpatch.kernels.ops.norm import rmsnorm
 from .conftest import Cli
 
 
+@pytest.mark.nightly  # the page of the README runs it too
 def test_everything_on_this_cpu_is_right(cli: Cli) -> None:
     result = cli("selftest", "--device", "cpu", "--json")
     records = json.loads(result.stdout)

@@ -128,6 +128,7 @@ def command(*words: object, cwd: Path | None = None) -> subprocess.CompletedProc
     )  # fmt: skip
 
 
+@pytest.mark.nightly  # `run` plans too
 def test_plan_on_the_command_line(files: Path, checkpoint: Path) -> None:
     given = ("--recipe", files / "half.yaml", "--plugin", files / "half_weight.py")
     done = command("plan", checkpoint, *given, "--json")

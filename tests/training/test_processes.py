@@ -65,7 +65,7 @@ def work(rank: int, folder: str, recipe: str, way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.nightly if way == "ddp" else ()) for way in WAYS])
 def test_two_ranks_learn_what_one_learns_of_both_batches(way: str, tmp_path: Path) -> None:
     torch.multiprocessing.spawn(work, (str(tmp_path), "train", way), RANKS)
     due = step(model_of("train"), *(batch(rank) for rank in range(RANKS)))

@@ -58,7 +58,12 @@ def _reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dispatch.forget()
 
 
-@pytest.mark.parametrize("words", [pytest.param(words, id=" ".join(words)) for words in _commands()])
+def _marks(words: list[str]) -> Any:
+    """Searches without a list of recipes take half a minute each."""
+    return pytest.mark.nightly if words[1] == "auto" and "--recipes" not in words else ()
+
+
+@pytest.mark.parametrize("words", [pytest.param(one, id=" ".join(one), marks=_marks(one)) for one in _commands()])
 def test_its_commands(words: list[str], cli: Cli) -> None:  # noqa: F811
     if words[0] == "run":  # of the recipe that the line before it writes
         Path("mine.yaml").write_text("extends: int8")

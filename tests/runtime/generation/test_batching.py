@@ -111,7 +111,7 @@ def test_tokens_are_those_of_stock(way: str, recipe: str, implementation: str) -
 
 
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(one, marks=pytest.mark.nightly if one in ("partly", "int8") else ()) for one in RECIPES]
+    "recipe", [pytest.param(one, marks=pytest.mark.nightly if one != "flash" else ()) for one in RECIPES]
 )
 def test_one_prompt_of_one_row(recipe: str, machine: str) -> None:
     """Whose calls are for one token, over pages."""

@@ -183,8 +183,9 @@ def test_a_loop_of_ones_own(name: str, machine: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("machine", ["as a gpu"], indirect=True)
 def test_prompts(name: str, machine: str) -> None:
-    """Logits of every token of a padded batch, and what is cached; on a GPU the language model's layers are fused."""
+    """Logits of every token of a padded batch, and what is cached: the language model's layers are fused."""
     plain, model = pair(name)
     given = MODELS[name][1](2)
     given["attention_mask"][1, :2] = 0
@@ -200,8 +201,7 @@ def test_prompts(name: str, machine: str) -> None:
             found.append([logits, *(tensor[:, :, -4:] for tensor in held)])
         for mine, due in zip(found[1], found[0], strict=True):
             torch.testing.assert_close(mine, due, rtol=1e-4, atol=1e-5, msg=lambda text, how=how: f"{how}: {text}")
-        if machine != "cpu":
-            assert model.accelpatch.report().paths[FORWARD] == 1 + bool(options)
+        assert model.accelpatch.report().paths[FORWARD] == 1 + bool(options)
 
 
 def test_a_tower_that_comes_again_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
