@@ -20,8 +20,9 @@ from torch import nn
 from accelpatch import calibration
 from accelpatch import device as devices
 from accelpatch.fusion.verified import check_layers
-from accelpatch.fusion.verified_cross import check_cross, cross_layers, one_memory
-from accelpatch.fusion.verified_encoders import check_encoders, encoder_layers, lay_out
+from accelpatch.fusion.verified_cross import cross_layers, cross_runs, one_memory
+from accelpatch.fusion.verified_encoders import encoder_layers, encoder_runs
+from accelpatch.fusion.verified_laid_out import check_laid_out, lay_out
 from accelpatch.kernels import added, measured, who_runs
 from accelpatch.kernels.check.while_running import checked
 from accelpatch.kernels.compiling import libraries
@@ -172,18 +173,18 @@ def _unfused_elsewhere(request: Request, fused: Any, every: Mapping[int, Any]) -
 
 def fuse_encoders(model: nn.Module, request: Request, captured: Captured, report: Report) -> None:
     """The same for layers of encoders, which are no part of steps."""
-    _fuse_apart("the fused layers of the encoder", encoder_layers(model), check_encoders, request, captured, report)
+    _fuse_apart("the fused layers of the encoder", encoder_layers(model), encoder_runs, request, captured, report)
 
 
 def fuse_cross(model: nn.Module, request: Request, captured: Captured, report: Report) -> None:
     """The same for decoder layers of an encoder-decoder, which steps run by the model's own forward."""
     layers = cross_layers(model)
     one_memory(layers)
-    _fuse_apart("the fused layers of the decoder", layers, check_cross, request, captured, report)
+    _fuse_apart("the fused layers of the decoder", layers, cross_runs, request, captured, report)
 
 
-def _fuse_apart(name: str, layers: Any, check: Any, request: Request, captured: Captured, report: Report) -> None:
-    """Lay out and verify layers that are fused each for itself. name: of all of them. check: verifies them."""
+def _fuse_apart(name: str, layers: Any, runs_of: Any, request: Request, captured: Captured, report: Report) -> None:
+    """Lay out and verify layers that are fused each for itself. name: of all of them. runs_of: of `check_laid_out`."""
     errors, failed = dict[str, SiteErrors](), dict[str, str]()
     records = {record.path: record for record in report.sites if record.path in layers}
     if not records:
@@ -194,8 +195,8 @@ def _fuse_apart(name: str, layers: Any, check: Any, request: Request, captured: 
         unfused = {path: record.by_modules or "" for path, record in records.items() if not record.fused}
         unfused |= lay_out(layers, planned)
         if captured.missing is None:
-            errors, failed = check(
-                layers, captured.calls, recipe.verify.metric, request.extent,
+            errors, failed = check_laid_out(
+                layers, runs_of, captured.calls, recipe.verify.metric, request.extent,
                 lambda done, total: request.watch("verify fused", done, total),
             )  # fmt: skip
     record_layers(records, recipe, errors, failed, unfused)

@@ -1,14 +1,15 @@
-"""Lays out the fused decoder layers of encoder-decoders and verifies them beside their own replaced modules.
+"""The runs by which the fused decoder layers of encoder-decoders are verified (verified_laid_out.py).
 
 Each gets the rows that the original's layer had on the sample inputs. Its modules fill the caches with all tokens but
 the last of each row; that one is a step, once by the fused layer over static caches and once by the modules over a
-copy. The bound is that of fused decoder layers (verified.py).
+copy.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,16 +18,14 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from accelpatch.fusion.cache_name import CACHE
-from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.cross_layer import CROSS_MASK, MASK, STATES, FusedCrossLayer
 from accelpatch.fusion.cross_step import STEP, CrossCache, CrossStep
-from accelpatch.fusion.verified import AMPLIFIED, DRAWS, HIDDEN, Pair, bound_of, first_of_kind
+from accelpatch.fusion.verified import HIDDEN
+from accelpatch.fusion.verified_laid_out import Run
 from accelpatch.kernels.attention_shape import Zeros
 from accelpatch.models.encoders import part_of
 from accelpatch.modules.replacement import run_original
 from accelpatch.patching.capture import Call, floats
-from accelpatch.patching.extent import Extent
-from accelpatch.patching.verify import SiteErrors, format_error, units_apart
 
 
 def cross_layers(model: nn.Module) -> dict[str, FusedCrossLayer]:
@@ -114,50 +113,16 @@ def _shown(mask: Tensor, length: int) -> Tensor:
     return seen.expand(-1, length).to(torch.int64).contiguous()
 
 
-def check_cross(
-    layers: Mapping[str, FusedCrossLayer], calls: Mapping[str, Sequence[Call]], metric: str, extent: Extent,
-    progress: Callable[[int, int], None],
-) -> tuple[dict[str, SiteErrors], dict[str, str]]:  # fmt: skip
-    """(errors, why not) by path, of the fused layers that `extent` names and of those over their bound. calls: the
-    originals', by path."""
-    fused = {path: layer for path, layer in layers.items() if layer.is_fused}
-    paths, kinds = list(fused), first_of_kind(list(fused.values()))
-    found, failed = dict[str, SiteErrors](), dict[str, str]()
-    for place, (path, layer) in enumerate(fused.items()):
-        first = paths[kinds[place]]
-        if (first == path or first in failed or extent.layers) and calls.get(path):
-            try:
-                errors = found[path] = layer_errors(layer, calls[path], metric)
-            except CannotFuse as error:
-                failed[path] = str(error)
-                continue
-            assert errors.kernel_bound is not None
-            if errors.units > errors.kernel_bound:
-                failed[path] = (
-                    f"in a step it is {errors.units:.3g} units of its dtype's precision from its modules, and the "
-                    f"bound is {errors.kernel_bound:.3g}"
-                )
-        progress(place + 1, len(fused))
-    for path in failed:
-        layers[path].run_modules()
-    return found, failed
+def cross_runs(layer: FusedCrossLayer, calls: Sequence[Call]) -> Iterator[Run]:
+    """The layer and its modules on recorded calls of the original."""
+    for call in calls:
+        sample = Sample(layer, call)
+        originals = [one[:, -1:] for one in call.outputs[:1]]
+        yield Run(sample.fused(), sample.by_modules(sample.x), originals, partial(_redrawn, sample))
 
 
-def layer_errors(layer: FusedCrossLayer, calls: Sequence[Call], metric: str) -> SiteErrors:
-    """The errors of a fused layer on recorded calls. kernel_error and kernel_bound are in units."""
-    own, original, moved = list[Pair](), list[Pair](), [0.0]
-    least = bound_of(layer, next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.float32))
-    with torch.no_grad():
-        for call in calls:
-            sample = Sample(layer, call)
-            made, modules = sample.fused(), sample.by_modules(sample.x)
-            own.append((made, modules))
-            original += [(made, one[:, -1:]) for one in call.outputs[:1]]
-            if units_apart(own[-1:]) > least:
-                draws = (sample.by_modules(_moved(sample.x, seed)) for seed in range(DRAWS))
-                moved += [units_apart([(draw, modules)]) for draw in draws]
-    units = units_apart(own)
-    return SiteErrors(units, max(least, AMPLIFIED * max(moved)), format_error(metric, original), units)
+def _redrawn(sample: Sample, seed: int) -> Tensor:
+    return sample.by_modules(_moved(sample.x, seed))
 
 
 def _moved(x: Tensor, seed: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import accelpatch
 from accelpatch.device import KNOWN
-from accelpatch.fusion import cross_replacer, verified_cross
+from accelpatch.fusion import cross_replacer, verified_laid_out
 from accelpatch.fusion.cross_layer import FusedCross
 from accelpatch.fusion.verified_cross import cross_layers
 from accelpatch.models.encoder_decoders import FORMS
@@ -146,7 +146,7 @@ def test_a_layer_over_its_bound_runs_its_modules_within_the_step(steps: None, mo
         return own(self, x, *args) * (1.0 if self.place else 1.01)
 
     monkeypatch.setattr(FusedCross, "__call__", wrong)
-    monkeypatch.setattr(verified_cross, "first_of_kind", lambda layers: list(range(len(layers))))
+    monkeypatch.setattr(verified_laid_out, "first_of_kind", lambda layers: list(range(len(layers))))
     patched(model)
     assert f"1 of {LAYERS} layers fused" in str(model.accelpatch.report())
     assert torch.equal(model.generate(**texts(), max_new_tokens=8, do_sample=False), due)

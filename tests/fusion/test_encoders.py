@@ -14,7 +14,7 @@ import transformers as t
 from torch import Tensor, nn
 
 import accelpatch
-from accelpatch.fusion import verified_encoders
+from accelpatch.fusion import verified
 from accelpatch.fusion.encoder_layer import FusedEncoder
 from accelpatch.fusion.verified_encoders import encoder_layers
 from accelpatch.models.encoders import FORMS, encoder_form_of
@@ -210,5 +210,5 @@ def test_packed_weights_of_a_cpu_run_as_modules(kind: str, recipe: str) -> None:
 def test_errors_of_verification_are_in_the_report() -> None:
     report = patched("bert").accelpatch.report()
     layers = [one for one in report.sites if one.replacer == "fused_layer"]
-    assert all(one.steps and one.kernel_bound >= verified_encoders.bound_of(nn.Linear(1, 1), torch.float32)
+    assert all(one.steps and one.kernel_bound >= verified.bound_of(nn.Linear(1, 1), torch.float32)
                for one in layers)  # fmt: skip
