@@ -167,38 +167,53 @@ def vit_large(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, dict
     return model, {f"ViT-large, {batch} pictures": call(batch) for batch in (1, 8, 32, 64)}
 
 
-def qwen_vl(device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Call]]:
-    """A model of Qwen2.5-VL-3B's shape: a picture of 32 x 32 patches, which are 256 tokens, and 34 tokens of text."""
+#: name -> (name of the shape, configuration of the text, of the tower, sections of the rotary frequencies)
+VISION_LANGUAGE: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[int]]] = {
+    "qwen2.5-vl": (
+        "Qwen2.5-VL-3B",
+        {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16},
+        {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048},
+        [16, 24, 24],
+    ),
+    "qwen2.5-vl-0.5b": (
+        "Qwen2.5-VL of 0.5B",
+        {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+        {"depth": 4, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "out_hidden_size": 896,
+         "fullatt_block_indexes": [3]},
+        [8, 12, 12],
+    ),
+}  # fmt: skip
+
+
+def qwen_vl(name: str, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Call]]:
+    """A model of VISION_LANGUAGE: a picture of 32 x 32 patches, which are 256 tokens, and 34 tokens of text."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    text = {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
-            "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}  # fmt: skip
-    axes = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
-    tower = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048}
-    config = Qwen2_5_VLConfig(text_config=text | {"rope_parameters": axes}, vision_config=tower)
+    said, text, tower, sections = VISION_LANGUAGE[name]
+    axes = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections}
+    text |= {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True, "rope_parameters": axes}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=tower)
     with device:
         model: Any = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=dtype).eval()
     model.generation_config.eos_token_id = None
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 1000, (1, 290), generator=draw)
-    ids[0, 10], ids[0, 11:267], ids[0, 267] = (
-        config.vision_start_token_id,
-        config.image_token_id,
-        config.vision_end_token_id,
-    )
+    picture = config.image_token_id
+    ids[0, 10], ids[0, 11:267], ids[0, 267] = config.vision_start_token_id, picture, config.vision_end_token_id
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "image_grid_thw": torch.tensor([[1, 32, 32]])}
-    given |= {"mm_token_type_ids": (ids == config.image_token_id).int()}
-    given = {name: one.to(device) for name, one in given.items()}
+    given |= {"mm_token_type_ids": (ids == picture).int()}
+    given = {key: one.to(device) for key, one in given.items()}
     pixels = torch.randn(1024, 1176, generator=draw).to(device, dtype)
 
     def call(new: int) -> Call:
         count = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
         return lambda model: model.generate(**given, pixel_values=pixels, **count)
 
-    return model, {f"Qwen2.5-VL-3B, a picture, {new} tokens": call(new) for new in (1, 64)}
+    return model, {f"{said}, a picture, {new} tokens": call(new) for new in (1, 64)}
 
 
-OTHERS = {"qwen2.5-vl": qwen_vl, "bert": bert, "bert-large": bert_large, "vit-large": vit_large, "whisper": whisper}
+OTHERS = {"bert": bert, "bert-large": bert_large, "vit-large": vit_large, "whisper": whisper}
+OTHERS |= {name: partial(qwen_vl, name) for name in VISION_LANGUAGE}
 CASES = {"ids": None, **PATHS}
 OPTIONS = (
     *common(model="llama2-7b", device="cuda", dtype="bfloat16", recipes=["exact", "int8", "int4"], repeats=5),
