@@ -83,7 +83,8 @@ class Watch:
         self._adapters = [module for module in modules if is_adapter(module)]
         self._flags = grouped(flag_places(model))
         self._model, self._random = weakref.ref(model), random_in_training(model)
-        self._dropping = [module for module in inner if _random_number(module) is not None]
+        adapters = {id(part) for module in inner if is_adapter(module) for part in module.modules()}  # seen elsewhere
+        self._dropping = [one for one in inner if id(one) not in adapters and _random_number(one) is not None]
 
     def objection(self) -> str | None:
         """Why the modules must run this step, or None."""
