@@ -20,7 +20,7 @@ from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.fusion.rotary import of_one_axis
 from accelpatch.kernels.hip.binding import weight_prefetch
-from accelpatch.models.multimodal import shows_media
+from accelpatch.models.multimodal import is_multimodal, shows_media
 from accelpatch.runtime.graphs.batch import GraphOf
 from accelpatch.runtime.graphs.capture import Graph
 from accelpatch.runtime.graphs.step import CapturedStep
@@ -123,6 +123,9 @@ def why_not(step: CapturedStep, ids: Tensor, kwargs: dict[str, Any]) -> str | No
         return "positions or an attention mask of another shape than the ids"
     if shows_media(kwargs):
         return "pictures or sounds"
+    model = step.model
+    if is_multimodal(model) and bool((ids >= model.get_input_embeddings().num_embeddings).any()):
+        return "tokens of pictures without pictures"  # whose ids the model's own forward replaces
     return None
 
 

@@ -98,11 +98,16 @@ class CapturedStep(Lent):
             for layer in self.cache.layers:
                 layer.ahead = False
 
-    def by_modules(self, given: dict[str, Any]) -> Tensor:
-        """Logits [B, T, V] by the model's own forward."""
+    @property
+    def model(self) -> Any:
+        """The model whose step it is."""
         model = self._model()
         assert model is not None
-        logits: Tensor = model(**given, **self._arguments).logits
+        return model
+
+    def by_modules(self, given: dict[str, Any]) -> Tensor:
+        """Logits [B, T, V] by the model's own forward."""
+        logits: Tensor = self.model(**given, **self._arguments).logits
         return logits
 
     def _given(self) -> dict[str, Any]:

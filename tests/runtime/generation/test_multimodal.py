@@ -214,6 +214,16 @@ def test_a_tower_that_comes_again_is_a_graph(monkeypatch: pytest.MonkeyPatch) ->
     assert model.accelpatch.report().paths[CALL] >= 1
 
 
+def test_tokens_of_pictures_without_pictures(machine: str) -> None:
+    """Ids beyond the table of embeddings, which Gemma's own forward replaces where no picture comes with them."""
+    plain, model = pair("gemma3")
+    for one in (plain, model):
+        for config in (one.config, one.model.config):
+            config.image_token_id = config.image_token_index = 125
+    ids = torch.tensor([[5, 6, 125, 7, 8]])
+    both(plain, model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+
 def test_what_a_step_cannot_know(machine: str) -> None:
     """A step without positions after a picture, whose axes end at another place than its tokens."""
     plain, model = pair("qwen2.5-vl")
