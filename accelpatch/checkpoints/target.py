@@ -107,7 +107,7 @@ def _check_writable(place: Path, need: int, advice: str) -> None:
     target = Path(os.path.realpath(place))
     try:
         parent = next((one for one in target.parents if one.exists()), target)
-        os.rmdir(tempfile.mkdtemp(prefix=f".{target.name[:64]}.try-", dir=parent))
+        tempfile.TemporaryFile(dir=parent).close()  # without a name, so that a kill leaves nothing behind
     except OSError as error:
         why = error.strerror or error
         more = "free some space there" if error.errno in FULL else advice
