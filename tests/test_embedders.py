@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ import transformers as t
 
 import accelpatch
 from accelpatch.runtime.generation.patched_model import RUNTIME, WITHOUT_PADDING
+from tests.support import warm_python
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "a", "cat", "dog", "sat", "on", "mat", "ran", "far",
          "away", "over", "big", "small", "house", "tree", "and", "it", "was"]  # fmt: skip
@@ -108,9 +107,7 @@ def test_a_script_that_embeds(embedder: Path, tmp_path: Path) -> None:
         "print('mean', round(float(model.encode(['the cat sat', 'a dog ran far away']).mean()), 5))\n"
     )
     own, by_exec = (
-        subprocess.run(
-            [sys.executable, *before, str(script), str(embedder)], capture_output=True, text=True, check=True
-        )
+        warm_python.run([*before, str(script), str(embedder)])
         for before in ([], ["-m", "accelpatch", "exec", "--recipe", "exact"])
     )
     assert own.stdout.splitlines()[-1] == next(line for line in by_exec.stdout.splitlines() if line.startswith("mean"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from accelpatch.cli import app
+from tests.support import warm_python
 from tests.support.one_thread import _one_thread  # noqa: F401
 
 ROOT = Path(__file__).parent.parent.parent
@@ -108,12 +108,11 @@ def cli() -> Cli:
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
-    """Run ``accelpatch`` as a user does: a process of its own, piped, in an empty folder."""
+    """Run ``accelpatch`` as a user does: its output piped, in an empty folder."""
 
     def execute(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "accelpatch", *arguments]
-        options = {"cwd": tmp_path, "env": environment()} | options
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+        options = {"cwd": tmp_path, "timeout": 120} | options
+        return warm_python.run(["-m", "accelpatch", *arguments], **options)
 
     return execute
 

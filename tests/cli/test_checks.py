@@ -12,6 +12,7 @@ import pytest
 
 from accelpatch.recipe import replacers
 from accelpatch.replacers import BUILT_IN
+from tests.support import warm_python
 
 from .conftest import environment
 
@@ -113,8 +114,8 @@ def test_nothing_is_left_behind(outcomes: tuple[dict[str, Any], Path]) -> None:
 
 def test_a_plugin_that_is_no_python_is_shown_as_python_does(model: str, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_bytes(FILES["bad.py"])
-    command = [sys.executable, "-m", "accelpatch", "plan", model, "--plugin", "bad.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    command = ["-m", "accelpatch", "plan", model, "--plugin", "bad.py"]
+    done = warm_python.run(command, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith('  File "bad.py", line 1\n')
     assert "SyntaxError" in done.stderr

@@ -18,6 +18,7 @@ import yaml
 from accelpatch.cli import console
 from accelpatch.training import configuration
 from accelpatch.training.folder import Folder
+from tests.support import warm_python
 
 from .conftest import Cli, Shell, environment
 
@@ -43,10 +44,7 @@ def trained(
     """The folder that the command writes, and what it printed, in a process of its own."""
     out = tmp_path_factory.mktemp("trained") / "sums"
     command = ["finetune", model, "--data", data, "--recipe", "train", "--out", str(out), *FAST]
-    done = subprocess.run(
-        [sys.executable, "-m", "accelpatch", *command], capture_output=True, text=True, check=False, env=environment(),
-        timeout=120,
-    )  # fmt: skip
+    done = warm_python.run(["-m", "accelpatch", *command], timeout=120)
     assert done.returncode == 0, done.stderr
     return str(out), done
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -22,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 import accelpatch
 from accelpatch import replacers
 from accelpatch.errors import PatchError, PlanError
+from tests.support import warm_python
 from tests.support.simulated import greedy, logits
 from tests.support.tiny import CAUSAL, VOCABULARY, duplicate, padded_batch, snapshot
 
@@ -122,10 +122,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def command(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "accelpatch", *map(str, words)], capture_output=True, text=True, timeout=300,
-        check=False, cwd=cwd, env=os.environ | {"PYTHONPATH": str(DOC.parents[1])},
-    )  # fmt: skip
+    return warm_python.run(["-m", "accelpatch", *map(str, words)], cwd=cwd)
 
 
 @pytest.mark.nightly  # `run` plans too
