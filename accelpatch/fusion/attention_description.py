@@ -15,6 +15,14 @@ IMPLEMENTATIONS = ("eager", "sdpa", NAME, None)
 UNKNOWN = Family("", {})
 
 
+def both_ways(config: Any) -> bool:
+    """Whether a configuration of transformers says that tokens of a prompt see those behind them, as PaliGemma's does.
+
+    A step of one token, which sees all tokens before, is the same either way.
+    """
+    return bool(getattr(config, "use_bidirectional_attention", False))
+
+
 class AttentionDescription:
     """An attention module of a layer, original or replaced."""
 
@@ -90,7 +98,7 @@ class AttentionDescription:
             own = own.replaced_class
         if self.family.layer is None or not own.__module__.startswith("transformers."):
             return f"its attention is {own.__name__}"
-        if not getattr(self.module, "is_causal", True):
+        if not getattr(self.module, "is_causal", True) and not both_ways(self.module.config):
             return "its attention is not causal"
         if getattr(self.module.config, "clip_qkv", None) is not None:
             return "its q, k and v are clipped"

@@ -12,7 +12,7 @@ from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.fusion.rotary import rotary_why_not
 from accelpatch.models.family import DecoderForm, Family, child_of, family_of_class
-from accelpatch.models.multimodal import is_multimodal, language_model
+from accelpatch.models.multimodal import is_multimodal, language_model, logit_cap
 
 ENDINGS = ("ForCausalLM", "LMHeadModel")  # of the names of models' classes
 INNER_ENDINGS = ("TextModel", "Model", "Decoder")  # of their decoders'
@@ -108,8 +108,8 @@ def _constants(family: Family, form: DecoderForm, model: Any) -> tuple[float, fl
     """(embedding_multiplier, logit_divisor, logit_cap) of a model of a family."""
     config, name = model.config, family.embedding_multiplier
     multiplier = 1.0 if name is None else float(getattr(child_of(model, form.path), name))
-    if is_multimodal(model):  # its own forward calls the head, and does no more to logits
-        return multiplier, 1.0, 0.0
+    if is_multimodal(model):  # its own forward calls the head
+        return multiplier, 1.0, logit_cap(model)
     divisor = 1.0 if family.logit_divisor is None else float(getattr(config, family.logit_divisor))
     if family.logit_multiplier is not None:
         divisor = 1.0 / float(getattr(config, family.logit_multiplier))

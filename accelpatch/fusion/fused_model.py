@@ -41,9 +41,9 @@ class FusedModel:
     that is not fused. unfused: place of such a layer -> why. softcap: of the logits, 0 for none. embedding_multiplier,
     logit_divisor: of embeddings and logits. most: most rows of a step. positions: learned embeddings of positions, or
     None. by_length: whether the decoder's rotary embedding writes its frequencies, which the layers read, by the
-    length. axes: of axes_of in rotary.py. whole: places of layers that run as modules since they were replaced with all
-    that is in them. spread: the devices of the parts; None for one device. across: gathers the logits of the ranks of a
-    tensor-parallel job.
+    length. both_ways: whether tokens of a prompt see those behind them. axes: of axes_of in rotary.py. whole: places of
+    layers that run as modules since they were replaced with all that is in them. spread: the devices of the parts; None
+    for one device. across: gathers the logits of the ranks of a tensor-parallel job.
     """
 
     decoder: weakref.ref[Any]
@@ -60,6 +60,7 @@ class FusedModel:
     most: int = MAX_ROWS
     positions: Positions | None = None
     by_length: bool = False
+    both_ways: bool = False
     axes: Tensor | None = None
     whole: frozenset[int] = frozenset()
     spread: Spread | None = None
@@ -205,7 +206,7 @@ class FusedModel:
         """Why `prompt` would not compute what the modules do; None where it does."""
         if self.by_length:  # padding behind a short prompt has positions too
             return "rotary frequencies that change with the length"
-        return None
+        return "tokens of a prompt see those behind them" if self.both_ways else None
 
     def normal(self, x: Tensor, pending: Tensor | None) -> Tensor:
         """Normalised hidden states [M, K] of the rows x + pending, the head's input."""

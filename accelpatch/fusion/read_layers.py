@@ -12,6 +12,7 @@ import torch
 from accelpatch.device import probe
 from accelpatch.fusion.across import across_of
 from accelpatch.fusion.adapters import Adapted, active, base_of, with_adapters
+from accelpatch.fusion.attention_description import both_ways
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.decoder import Decoder, decoder_of
 from accelpatch.fusion.fused_layer import FusedLayer
@@ -73,7 +74,8 @@ def fused_model(model: Any, unfused: Mapping[int, str] = NONE) -> FusedModel:
     return FusedModel(
         weakref.ref(decoder.module), dtype, decoder.embedding, made, reasons, final, last, blank,
         decoder.logit_cap, decoder.embedding_multiplier, decoder.logit_divisor, positions=decoder.positions,
-        by_length=by_length(rotary), axes=axes_of(rotary), whole=whole, spread=spread,
+        by_length=by_length(rotary), both_ways=both_ways(decoder.module.config), axes=axes_of(rotary), whole=whole,
+        spread=spread,
         across=None if isinstance(last, ByModule) else across_of(head),
     )  # fmt: skip
 

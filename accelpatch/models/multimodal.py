@@ -21,8 +21,8 @@ from accelpatch import own_code
 CLASSES = frozenset(
     f"{name}ForConditionalGeneration"
     for name in (
-        "AyaVision", "Gemma3", "Idefics3", "InternVL", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3", "Qwen2Audio",
-        "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "SmolVLM", "Voxtral",
+        "AyaVision", "Gemma3", "Gemma4", "Idefics3", "InternVL", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3",
+        "Mllama", "PaliGemma", "Qwen2Audio", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "SmolVLM", "Voxtral",
     )
 )  # fmt: skip
 # Arguments that mark the tokens of pictures: Gemma's, which see each other, and Qwen's, whose positions have axes.
@@ -44,6 +44,9 @@ PLACES = frozenset(
 )  # fmt: skip
 # By how much the pictures of the last prompt move positions: Qwen-VL models return it until transformers 5.23.
 DELTAS = "rope_deltas"
+# Its positions begin at 1, and its steps too are given token types, which mark the prefix of the prompt.
+PREFIXED = "PaliGemmaForConditionalGeneration"
+SOFTCAP = "final_logit_softcapping"
 NONE: frozenset[str] = frozenset()
 
 
@@ -78,7 +81,27 @@ def prompt_arguments(model: Any) -> frozenset[str]:
 
 def unused_by_steps(model: Any) -> frozenset[str]:
     """Names of arguments that change nothing in a call for one more token whose positions are given."""
-    return PLACES if is_multimodal(model) else NONE
+    if not is_multimodal(model):
+        return NONE
+    return PLACES | {TOKEN_TYPES} if first_position(model) else PLACES
+
+
+def first_position(model: Any) -> int:
+    """The position of the first token of a text."""
+    return int(own_code.base_of(type(model)).__name__ == PREFIXED)
+
+
+def logit_cap(model: Any) -> float:
+    """The softcap of logits that the forward of one of CLASSES applies, 0 for none: not all, nor all versions, do."""
+    cls: Any = type(model)
+    return float(getattr(model.get_decoder().config, SOFTCAP, None) or 0) if _caps(cls) else 0.0
+
+
+@functools.lru_cache
+def _caps(cls: Any) -> bool:
+    forward: Any = own_code.base_of(cls).forward  # type: ignore[attr-defined]
+    code = inspect.unwrap(forward).__code__
+    return SOFTCAP in (*code.co_names, *code.co_consts)
 
 
 def shows_media(given: Mapping[str, Any]) -> bool:

@@ -288,9 +288,13 @@ def cache_size(model: nn.Module, wanted: int | None) -> tuple[int | None, int]:
     if not (layers and heads and hidden) or getattr(text, "is_encoder_decoder", False):
         return None, 0
     length = wanted or min(_count(text, "max_position_embeddings") or 2048, 4096)
-    size, kv = _count(text, "head_dim") or hidden // heads, _count(text, "num_key_value_heads") or heads
     width = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
-    return length, 2 * layers * kv * size * length * width
+    # Layers of one model may differ in their heads: transformers then gives each layer a configuration of its own.
+    each = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * layers
+    values = sum(
+        (_count(one, "num_key_value_heads") or heads) * (_count(one, "head_dim") or hidden // heads) for one in each
+    )
+    return length, 2 * values * length * width
 
 
 def _count(config: Any, name: str) -> int:

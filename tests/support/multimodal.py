@@ -161,6 +161,18 @@ def onevision_inputs(batch: int) -> dict[str, Any]:
     return _inputs(_ids(batch, 16 + 4 * 5), pixel_values=pixels, image_sizes=torch.tensor([[16, 16]] * batch))
 
 
+def paligemma(text: str = "gemma") -> Any:
+    tower = {"model_type": "siglip_vision_model", "projection_dim": 64, **VISION}
+    return _made("PaliGemma", {"model_type": text, **TEXT, "tie_word_embeddings": True, "query_pre_attn_scalar": 16},
+                 tower, projection_dim=64, **TOKENS)  # fmt: skip
+
+
+def paligemma_inputs(batch: int) -> dict[str, Any]:
+    """All of it a prefix, whose tokens see each other."""
+    ids = _ids(batch, 16)
+    return _inputs(ids, pixel_values=_pixels(batch), token_type_ids=torch.zeros_like(ids))
+
+
 def inputs_of(places: int) -> Callable[[int], dict[str, Any]]:
     """A picture of 16 x 16 for each row, as so many tokens."""
     return lambda batch: _inputs(_ids(batch, places), pixel_values=_pixels(batch))
@@ -176,6 +188,8 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, Any]]]] = {
     "idefics3": (idefics3, idefics3_inputs),
     "smolvlm": (lambda: idefics3("SmolVLM"), idefics3_inputs),
     "internvl": (internvl, inputs_of(4)),
+    "paligemma": (paligemma, paligemma_inputs),
+    "paligemma2": (lambda: paligemma("gemma2"), inputs_of(16)),
     "mistral3": (mistral3, mistral3_inputs),
     "qwen2-vl": (lambda: qwen_vl("Qwen2VL"), qwen_inputs),
     "qwen2.5-vl": (lambda: qwen_vl("Qwen2_5_VL"), qwen_inputs),

@@ -22,7 +22,7 @@ from accelpatch.fusion.native_model import NativeModel, native_model
 from accelpatch.fusion.rotary import of_one_axis
 from accelpatch.kernels.cpu.decode_step import DecodeStep
 from accelpatch.kernels.cpu.native_library import MAX_BATCH
-from accelpatch.models.multimodal import configurations, outputs_of, unused_by_steps
+from accelpatch.models.multimodal import configurations, first_position, outputs_of, unused_by_steps
 from accelpatch.runtime.cache_contents import Contents, attached
 from accelpatch.runtime.cpu.mixed_step import Places, mixed_step
 from accelpatch.runtime.cpu.native_cache import Store, stored
@@ -183,6 +183,8 @@ def _why_not(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> str
     caching = arguments.get("use_cache") or all(getattr(one, "use_cache", True) for one in configs)
     if len(configs) > 1 and not caching:
         return "no cache was asked for"
+    if arguments.get("position_ids") is None and (first := first_position(model)):
+        return f"no positions, which begin at {first}"
     if ids.shape[0] > MAX_BATCH:
         return f"a batch of more than {MAX_BATCH}"
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):

@@ -11,6 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.rotary import of_one_axis
+from accelpatch.models.multimodal import first_position
 from accelpatch.runtime.cache_contents import OWN_CACHE, Contents
 from accelpatch.runtime.cache_form import misfit, why_not
 from accelpatch.runtime.generation.decoding import stock_loop_because
@@ -135,7 +136,7 @@ class CapturedRun:
             assert given is not None
         else:
             given = torch.tensor(length) if mask is None else mask.ne(0).sum(1, keepdim=True)
-        self.step.batch.begin(length, given)
+        self.step.batch.begin(length, given + first_position(self._model))
 
     def sampler(self, sampler: Sampler, pad: Tensor | None) -> Graph:
         """The captured program of a sampler, set up for this run."""

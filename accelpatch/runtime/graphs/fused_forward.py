@@ -19,7 +19,7 @@ from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.rotary import by_axes, of_one_axis
 from accelpatch.fusion.spread import computes_on
 from accelpatch.kernels.operation import is_eager, wants_gradient
-from accelpatch.models.multimodal import configurations, is_multimodal, unused_by_steps
+from accelpatch.models.multimodal import configurations, first_position, is_multimodal, unused_by_steps
 from accelpatch.models.multimodal import outputs_of as own_outputs
 from accelpatch.runtime import cache_form
 from accelpatch.runtime.cache_contents import attached
@@ -77,6 +77,8 @@ def _of_media(model: Any, given: Mapping[str, Any], past: int) -> str | None:
         return "labels of a multimodal model"
     if past and given.get("position_ids") is None and by_axes(getattr(model.get_decoder(), "rotary_emb", None)):
         return "no positions, which pictures before may have moved"
+    if given.get("position_ids") is None and (first := first_position(model)):
+        return f"no positions, which begin at {first}"
     ids, table = given["input_ids"], model.get_input_embeddings()
     if ids.shape[1] > 1 and bool((ids >= table.num_embeddings).any()):
         return "tokens of pictures without pictures"

@@ -77,15 +77,23 @@ def why_not(part: Any, given: Mapping[str, Any]) -> str | None:
 
 
 def _of_masks(mask: Any, rows: int, length: int, past: int) -> str | None:
-    if isinstance(mask, dict):
-        fit = mask.keys() <= MASKS.keys() and all(
+    given = _by_kind(mask)
+    if given is not None:
+        fit = given.keys() <= MASKS.keys() and all(
             isinstance(one, Tensor) and one.shape in ((rows, 1, length, length), (1, 1, length, length))
-            for one in mask.values()
+            for one in given.values()
         )
         return None if fit and not past else "attention masks of another form than [B, 1, L, L], or over a cache"
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (rows, past + length)):
         return "an attention mask of another shape than [B, L]"
     return None
+
+
+def _by_kind(mask: Any) -> dict[str, Any] | None:
+    """Masks by transformers' names; None where none says which token sees which."""
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        return {"full_attention": mask}
+    return mask if isinstance(mask, dict) else None
 
 
 def language_outputs(runtime: Any, model: Any, part: Any, given: Mapping[str, Any]) -> BaseModelOutputWithPast | None:
@@ -97,13 +105,15 @@ def language_outputs(runtime: Any, model: Any, part: Any, given: Mapping[str, An
         return None
     try:
         fused, watched = runtime.fused(model)
-        if fused is None or not fused.places - set(watched) or fused.no_prompts is not None:
+        if fused is None or not fused.places - set(watched) or fused.by_length:
             return None
         if given[EMBEDDINGS].dtype != fused.dtype:
             return None
         made = DynamicCache(config=part.config) if asks(part, given, "use_cache") else None
         call = _call(fused, given, made if given.get(CACHE) is None else given[CACHE])
         if call is None or (call.cache is not None and cache_form.misfit(call.cache, fused.cached) is not None):
+            return None
+        if fused.both_ways and call.masks is None:  # then the model's own masks hide nothing of what comes later
             return None
         blind = any(not bool(one.any(-1).all()) for one in (call.masks or {}).values())
         call.blind = blind or reads_blind_tokens(fused, {}, call, hidden=True)
@@ -148,8 +158,8 @@ def _call(fused: FusedModel, given: Mapping[str, Any], cache: Any) -> CacheCall 
         axes = positions[-3:].expand(3, *embeds.shape[:2])
         flat = axes[0]
     masks = None
-    if isinstance(mask, dict):
-        masks, mask = {MASKS[name]: _booleans(one).to(embeds.device) for name, one in mask.items()}, None
+    if (given_masks := _by_kind(mask)) is not None:
+        masks, mask = {MASKS[name]: _booleans(one).to(embeds.device) for name, one in given_masks.items()}, None
         if {layer.attention.window > 0 for layer in fused.fused_layers} - masks.keys():
             return None
     mask = None if mask is None or bool(mask.all()) else mask.to(embeds.device)
