@@ -22,7 +22,7 @@ CLASSES = frozenset(
     f"{name}ForConditionalGeneration"
     for name in (
         "AyaVision", "Gemma3", "Gemma4", "Idefics3", "InternVL", "Llava", "LlavaNext", "LlavaOnevision", "Mistral3",
-        "Mllama", "PaliGemma", "Qwen2Audio", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "SmolVLM", "Voxtral",
+        "PaliGemma", "Qwen2Audio", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "SmolVLM", "Voxtral",
     )
 )  # fmt: skip
 # Arguments that mark the tokens of pictures: Gemma's, which see each other, and Qwen's, whose positions have axes.
@@ -31,7 +31,7 @@ TOKEN_TYPES, MODALITIES = "token_type_ids", "mm_token_type_ids"
 MEDIA = frozenset(
     {
         "pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_hidden_states", "input_features",
-        "mm_encoder_outputs",
+        "mm_encoder_outputs", "per_layer_inputs",
     }
 )  # fmt: skip
 # Arguments that say where these lie and how large they are. A step that is given its positions does not use them.
@@ -39,7 +39,8 @@ PLACES = frozenset(
     {
         "image_sizes", "image_sizes_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts",
         MODALITIES, "feature_attention_mask", "batch_num_images", "vision_feature_layer",
-        "vision_feature_select_strategy",
+        "vision_feature_select_strategy", "image_position_ids", "video_position_ids", "num_frames_per_video",
+        "input_features_mask",
     }
 )  # fmt: skip
 # By how much the pictures of the last prompt move positions: Qwen-VL models return it until transformers 5.23.

@@ -292,7 +292,8 @@ def cache_size(model: nn.Module, wanted: int | None) -> tuple[int | None, int]:
     # Layers of one model may differ in their heads: transformers then gives each layer a configuration of its own.
     each = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * layers
     values = sum(
-        (_count(one, "num_key_value_heads") or heads) * (_count(one, "head_dim") or hidden // heads) for one in each
+        (_count(one, "num_key_value_heads") or heads) * (_count(one, "head_dim") or hidden // heads)
+        for one in each[: layers - _count(text, "num_kv_shared_layers")]
     )
     return length, 2 * values * length * width
 

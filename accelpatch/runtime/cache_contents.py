@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 OWN_CACHE = "_accelpatch_own"  # attribute of a cache: whether generate() made it for the call that runs
+WITHOUT = "DummyLayer"  # transformers' class of the layers of a cache that store nothing
 
 
 class Contents:
@@ -45,7 +46,7 @@ class Contents:
 
     def are_of(self, cache: Any) -> bool:
         """Whether the layers of a cache are those of these tokens, and all have as many."""
-        return not (self._detached or self._ahead) and [ref() for ref in self._layers] == list(cache.layers)
+        return not (self._detached or self._ahead) and [ref() for ref in self._layers] == storing(cache)
 
     def count(self, place: int) -> int:
         """Number of tokens that a layer has."""
@@ -234,6 +235,15 @@ ATTACHED = {plain: _attached(plain) for plain in (DynamicLayer, DynamicSlidingWi
 DETACHED = {attached: plain for plain, attached in ATTACHED.items()}
 
 
+def storing(cache: Any) -> list[Any]:
+    """The layers of a cache that store something. Gemma's small models end with layers that read what others stored;
+    newer versions of transformers have layers without tensors in their places."""
+    layers = list(cache.layers)
+    while layers and type(layers[-1]).__name__ == WITHOUT:
+        layers.pop()
+    return layers
+
+
 def attached(cache: Any) -> Contents | None:
     """The contents of `cache` that lie in a static cache; None where it holds its tokens itself."""
     contents: Contents | None = getattr(cache.layers[0], "_contents", None) if cache.layers else None
@@ -246,14 +256,15 @@ def attach(cache: Any, static: Any, kind: type[Held] = Contents) -> Held:  # typ
     Of a sliding-window layer only the last tokens exist; the window hides all earlier ones.
     """
     length = int(cache.get_seq_length())
-    for layer in cache.layers:
+    layers = storing(cache)
+    for layer in layers:
         if type(layer) in DETACHED:  # of another cache's tokens, or in another order
             layer._contents.detach()
-    for layer, held in zip(cache.layers if length else (), static.layers, strict=False):
+    for layer, held in zip(layers if length else (), static.layers, strict=False):
         first = length - layer.keys.shape[2]
         held.keys[:, :, first:length].copy_(layer.keys)
         held.values[:, :, first:length].copy_(layer.values)
-    return kind(cache.layers, static, length)
+    return kind(layers, static, length)
 
 
 def copy_slots(static: Any, larger: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from accelpatch.fusion.cached import Cached
-from accelpatch.runtime.cache_contents import ATTACHED, DETACHED, attached, window_of
+from accelpatch.runtime.cache_contents import ATTACHED, DETACHED, attached, storing, window_of
 
 # Methods that steps and fused layers over a cache stand for: one that is set on an instance is called by modules alone.
 METHODS = frozenset({"update", "get_seq_length", "get_mask_sizes", "crop", "reorder_cache"})
@@ -26,20 +26,21 @@ def why_not(cache: Any) -> str | None:
         return f"the cache is a {type(cache).__name__}"
     if not METHODS.isdisjoint(vars(cache)):
         return "the cache has a method of its own on the instance"
-    for layer in cache.layers:
+    layers = storing(cache)
+    for layer in layers:
         if (type(layer) not in ATTACHED and type(layer) not in DETACHED) or getattr(layer, "record_past", False):
             return f"a layer of the cache is a {type(layer).__name__}"
         if not METHODS.isdisjoint(vars(layer)):
             return "a layer of the cache has a method of its own on the instance"
     length = cache.get_seq_length()
-    if attached(cache) is None and not all(_holds(layer, length, cache.layers[0]) for layer in cache.layers):
+    if attached(cache) is None and not all(_holds(layer, length, layers[0]) for layer in layers):
         return "the layers of the cache do not hold the same tokens"
     return None
 
 
 def misfit(cache: Any, model: Sequence[Cached]) -> str | None:
     """Why a cache is not one of a model with these layers; None where it may be."""
-    windows, contents = [window_of(layer) for layer in cache.layers], attached(cache)
+    windows, contents = [window_of(layer) for layer in storing(cache)], attached(cache)
     filled = bool(cache.get_seq_length())
     if not (filled or any(windows)):  # layers come when they are filled
         return None
@@ -49,7 +50,7 @@ def misfit(cache: Any, model: Sequence[Cached]) -> str | None:
         return "the cache has other sliding windows than the model"
     if contents is not None and contents.fits is model:
         return None
-    layers = cache.layers if contents is None else contents.static.layers
+    layers = storing(cache) if contents is None else contents.static.layers
     for layer, wanted in zip(layers if filled else (), model, strict=False):
         for one, size in zip((layer.keys, layer.values) if wanted.heads else (), wanted.sizes, strict=False):
             if (one.shape[1], one.shape[3], one.dtype) != (wanted.heads, size, wanted.dtype):

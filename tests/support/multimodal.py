@@ -173,11 +173,36 @@ def paligemma_inputs(batch: int) -> dict[str, Any]:
     return _inputs(ids, pixel_values=_pixels(batch), token_type_ids=torch.zeros_like(ids))
 
 
+def gemma4() -> Any:
+    """As the small ones are: embeddings for each layer, a last layer that reads the keys of another, two head sizes."""
+    text = {"model_type": "gemma4_text", **TEXT, "sliding_window": 8, "global_head_dim": 32, "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 120}  # fmt: skip
+    vision = {
+        **VISION,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 16,
+    }
+    return _made("Gemma4", text, vision, boi_token_id=BEGIN, eoi_token_id=END, **TOKENS)
+
+
+def gemma4_inputs(batch: int) -> dict[str, Any]:
+    """A picture of 4 x 4 patches, of which 4 tokens are left, a row."""
+    ids = _ids(batch, 4)
+    places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(batch, 16, 2)
+    patches = torch.rand(batch, 16, 48, generator=_generator(3))
+    return _inputs(ids, pixel_values=patches, image_position_ids=places, mm_token_type_ids=(ids == PICTURE).int())
+
+
 def inputs_of(places: int) -> Callable[[int], dict[str, Any]]:
     """A picture of 16 x 16 for each row, as so many tokens."""
     return lambda batch: _inputs(_ids(batch, places), pixel_values=_pixels(batch))
 
 
+#: whose language model has no fused layers: its modules are in the captured step
+BY_MODULES = {"gemma4"}
 #: name -> (makes the model, makes the inputs of so many rows)
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, Any]]]] = {
     "llava": (llava, inputs_of(16)),
@@ -188,6 +213,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, Any]]]] = {
     "idefics3": (idefics3, idefics3_inputs),
     "smolvlm": (lambda: idefics3("SmolVLM"), idefics3_inputs),
     "internvl": (internvl, inputs_of(4)),
+    "gemma4": (gemma4, gemma4_inputs),
     "paligemma": (paligemma, paligemma_inputs),
     "paligemma2": (lambda: paligemma("gemma2"), inputs_of(16)),
     "mistral3": (mistral3, mistral3_inputs),

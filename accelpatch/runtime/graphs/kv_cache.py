@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.cached import Cached
 from accelpatch.fusion.spread import device_of
-from accelpatch.runtime.cache_contents import Contents, window_of
+from accelpatch.runtime.cache_contents import Contents, storing, window_of
 from accelpatch.runtime.cache_form import why_not
 from accelpatch.runtime.graphs.capture import AT_MOST
 
@@ -95,7 +95,7 @@ def grown(capacity: int, longest: int | None) -> int:
 
 def shapes_of(cache: Any) -> tuple[Cached, ...]:
     """What the layers of a filled cache hold."""
-    held = ((window_of(layer), layer.keys, layer.values.shape[3]) for layer in cache.layers)
+    held = ((window_of(layer), layer.keys, layer.values.shape[3]) for layer in storing(cache))
     return tuple(Cached(w, k.shape[1], (k.shape[3], size), k.dtype, k.device) for w, k, size in held)
 
 
@@ -115,6 +115,6 @@ def learned(model: Any) -> tuple[int, tuple[Cached, ...]]:
     outputs = model(input_ids=one, attention_mask=one + 1, use_cache=True, **{CACHE: cache})
     if reason := why_not(cache):
         raise NotCaptured(reason)
-    if not cache.layers or not all(layer.is_initialized for layer in cache.layers):
+    if not storing(cache) or not all(layer.is_initialized for layer in storing(cache)):
         raise NotCaptured("a layer of the model caches nothing")
     return int(outputs.logits.shape[-1]), shapes_of(cache)

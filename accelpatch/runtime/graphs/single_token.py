@@ -15,7 +15,7 @@ from torch import Tensor
 from accelpatch.fusion.cache_call import CacheCall
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.spread import computes_on
-from accelpatch.runtime.cache_contents import attached
+from accelpatch.runtime.cache_contents import attached, storing
 from accelpatch.runtime.graphs.kv_cache import NotCaptured, capacity_for, grown, shapes_of
 from accelpatch.runtime.graphs.step import CAPTURED
 
@@ -26,7 +26,7 @@ def why_not(fused: FusedModel, ids: Tensor, call: CacheCall) -> str | None:
     if length != 1 or not call.past or rows > fused.most:
         return "it is not one more token of each row"
     elsewhere = fused.spread is None and ids.device != computes_on(fused.embedding)
-    if elsewhere or not all(layer.is_initialized for layer in call.cache.layers):
+    if elsewhere or not all(layer.is_initialized for layer in storing(call.cache)):
         return "its cache holds nothing, or lies elsewhere"
     held = attached(call.cache)
     if (call.cache if held is None else held.static).layers[0].keys.shape[0] != rows:
