@@ -38,7 +38,8 @@ def test_the_ways_name_what_is_there(row: tuple[str, str, str]) -> None:
     """Every file, and every function or class of a row in one of its files."""
     text = "".join((ROOT / "accelpatch" / file).read_text() for file in names(row[1]))
     for name in names(row[2]):
-        assert re.search(rf"^\s*(?:def|class) {name}\b|^{name}\b.* = ", text, re.MULTILINE), name
+        python, cpp = rf"^\s*(?:def|class) {name}\b|^{name}\b.* = ", rf"^(?:inline|extern) .* {name}\("
+        assert re.search(f"{python}|{cpp}", text, re.MULTILINE), name
 
 
 def test_there_are_ways() -> None:

@@ -13,10 +13,11 @@ from accelpatch.device import Device
 from accelpatch.errors import PlanError
 from accelpatch.own_code.wrapped_forward import has_own_forward
 from accelpatch.patching import groups as smoothing
+from accelpatch.patching.cache_size import cache_size
 from accelpatch.patching.decoding_note import decoding_note
 from accelpatch.patching.entry import Entry, check_owners
 from accelpatch.patching.groups import Group
-from accelpatch.patching.match import ATTENTION, matches, rule_for, sites, text_config
+from accelpatch.patching.match import ATTENTION, matches, rule_for, sites
 from accelpatch.patching.placement import WHOLE, Placement
 from accelpatch.patching.replacer import Choice, Reason, Replaced, Replacer
 from accelpatch.patching.site import Site
@@ -276,29 +277,3 @@ def _propose_stored(site: Site, replacer: Replacer, device: Device) -> Choice | 
     if isinstance(answer, Choice) and (reason := stored.suits(answer)):
         return Reason(f"{stored.words}: {reason}")
     return replace(answer, bytes_before=site.token_bytes) if isinstance(answer, Choice) else answer
-
-
-def cache_size(model: nn.Module, wanted: int | None) -> tuple[int | None, int]:
-    """(tokens, bytes) of a batch-1 KV cache in the model's dtype: 2 x layers x KV heads x head size x tokens.
-
-    wanted: the length in tokens; None: the model's maximum, but at most 4096. (None, 0) for models without a KV cache.
-    """
-    text = text_config(model)
-    layers, heads, hidden = (_count(text, f) for f in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-    if not (layers and heads and hidden) or getattr(text, "is_encoder_decoder", False):
-        return None, 0
-    length = wanted or min(_count(text, "max_position_embeddings") or 2048, 4096)
-    width = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
-    # Layers of one model may differ in their heads: transformers then gives each layer a configuration of its own.
-    each = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * layers
-    values = sum(
-        (_count(one, "num_key_value_heads") or heads) * (_count(one, "head_dim") or hidden // heads)
-        for one in each[: layers - _count(text, "num_kv_shared_layers")]
-    )
-    return length, 2 * values * length * width
-
-
-def _count(config: Any, name: str) -> int:
-    """A positive integer of the configuration; 0 where it is missing or of another kind (vision models have lists)."""
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) and value > 0 else 0
