@@ -1,6 +1,6 @@
-"""A decoder layer in five kernel launches.
+"""A decoder layer: of a step with up to eight rows in five kernel launches, of more rows and prompts in some more.
 
-The launches: norm, q, k and v; rotary embedding, cache write and attention; o and residual; norm, gate, up and
+The five: norm, q, k and v; rotary embedding, cache write and attention; o and residual; norm, gate, up and
 activation; down and residual. Norms after attention and MLP, with the residual, are one more launch each, and so is a
 gate other than silu.
 """

@@ -42,7 +42,7 @@ class StepCall(Movable):
         """As in Call."""
         own = self.slot[:, None] + torch.arange(self.positions.shape[1], device=x.device)
 
-        def shown(window: int) -> Tensor:
+        def visible(window: int) -> Tensor:
             if window not in self._seen:
                 at = torch.arange(self.mask.shape[1], device=x.device)
                 seen = at <= own[:, :, None]
@@ -51,7 +51,7 @@ class StepCall(Movable):
                 self._seen[window] = (seen & (self.mask.ne(0) | (at >= self.slot[:, None]))[:, None])[:, None]
             return self._seen[window]
 
-        return run_module(self.decoder, place, x, self.positions, shown, _Slots(self.cache, place, own))
+        return run_module(self.decoder, place, x, self.positions, visible, _Slots(self.cache, place, own))
 
 
 @dataclass(eq=False)

@@ -168,6 +168,7 @@ extern "C" int ap_step_run(void* step, int64_t batch, const int64_t* tokens, con
     StepCall call = {&owner->step, batch, tokens, slots, starts, positions, logits, first, last, hidden};
     if (!call_fits(owner->step, call)) return AP_BAD_ARGUMENT;
     std::lock_guard<std::mutex> lock(owner->lock);
+    // `step` of this CPU's table of kernels is step_job in decode.h, which every thread runs.
     pool_run(
         threads < owner->step.threads ? threads : owner->step.threads, chosen_kernels().step, &call, POOL_DECODING);
     return AP_OK;

@@ -1,4 +1,4 @@
-// A workers of threads that spin for a while between calls, then sleep; made again in the child of a fork.
+// A pool of threads that spin for a while between calls, then sleep; made again in the child of a fork.
 #include "thread_pool.h"
 
 #include <pthread.h>

@@ -21,7 +21,7 @@ void pool_wait(ThreadPool* pool, int self);
 struct WorkCursor {
     int64_t items;
     int64_t next = 0, end = 0;  // the piece in hand
-    int tried = 0;              // shares found empty
+    int tried = 0;              // partitions found empty
 };
 
 // Takes another piece in hand; false when nothing is left.
@@ -33,5 +33,5 @@ static inline int64_t pool_next(ThreadPool* pool, int self, WorkCursor* work) {
     return work->next++;
 }
 
-// Where a thread's own share begins.
+// Where a thread's own partition begins.
 int64_t pool_partition(const ThreadPool* pool, int self, int64_t items);

@@ -68,7 +68,7 @@ class GemvArgs(ctypes.Structure):
 
 
 def library_name(function: str, dtype: torch.dtype, variant: str = "") -> str:
-    """The library of a function for x of a dtype of DTYPES, in one of its variants (build/gpu_libraries.py)."""
+    """The library of a function for x of a dtype of DTYPES, in one of its variants (compiling/gpu_libraries.py)."""
     return library_of(function, DTYPE_NAMES[DTYPES.index(dtype)], variant)
 
 
@@ -206,7 +206,7 @@ def launch(
 
 
 def unpack(weight: WeightArguments, unpacked: Tensor, *, interleaved: bool) -> None:
-    """Unpack a compact weight into whole[N, K] bfloat16, contiguous. paired: rows are interleaved; gates go first."""
+    """Unpack a compact weight into unpacked[N, K], contiguous. interleaved: gates and ups alternate; gates go first."""
     args = GemvArgs(
         w=weight.w.data_ptr(), scale=_address(weight.scale), offset=_address(weight.offset), y=unpacked.data_ptr(),
         n=weight.n, k=weight.k, y_stride=weight.k, group_shift=weight.group_shift,

@@ -1,7 +1,8 @@
 """Single-token steps of a patched model on a CPU as one native call, behind the model's own forward.
 
-A call `model(...)` for one more token over a filled cache (generate() in all its modes makes them) runs the native
-step; all other calls, and steps observed by hooks, run the modules. `paths` counts both.
+A call `model(...)` for one more token over a filled cache runs the native step; all other calls, and steps observed by
+hooks, run the modules. `paths` counts both. Behind greedy decoding and sampling only the first step is such a call: the
+later ones are a NativeRun's (generation/decoding.py).
 """
 
 from __future__ import annotations

@@ -108,7 +108,11 @@ def loop(
 
 
 class _Steps:
-    """Steps of a model with native decode steps."""
+    """Steps of a model with native decode steps.
+
+    The prompt and the first step are calls of the model, which lay out its cache; the steps after that are native calls
+    without one (`_run`), as long as nothing changes.
+    """
 
     def __init__(self, model: Any, runtime: NativeRuntime):
         self.kwargs: dict[str, Any] = {}
