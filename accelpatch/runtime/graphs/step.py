@@ -2,8 +2,8 @@
 
 The model's program reads the last tokens, slot and positions from the device, runs the fused layers (fused_model.py) or
 else the model's own forward over the static cache, and leaves float32 logits. The sampler's program turns them into the
-next tokens, and into what the host reads of them. Neither synchronises with the host. They are two graphs, so that another temperature does not
-capture the model again.
+next tokens, and into what the host reads of them. Neither synchronises with the host. They are two graphs, so that
+another temperature does not capture the model again.
 """
 
 from __future__ import annotations
