@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("accelpatch", "recipes", "docs", "tests", "pyproject.toml")
+COPIED = ("accelpatch", "recipes", "docs", "tests", "scripts", "pyproject.toml")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "fixtures", "*.png", ".*")
 NEW_FILE = re.compile(r"^(?:.*[^`\n] )?`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 DIFF = re.compile(r"^```diff\n(.*?)^```$", re.DOTALL | re.MULTILINE)
