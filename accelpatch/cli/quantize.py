@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MethodOption = Annotated[
     str | None, typer.Option(help="How weights are rounded: rtn, gptq, awq or gptq+awq; default: the recipe's.")
 ]
-BitsOption = Annotated[int | None, typer.Option(help="4 or 8: the recipe int4 or int8, in place of --recipe.")]
+BitsOption = Annotated[int | None, typer.Option(help="3, 4 or 8: the recipe int3, int4 or int8, in place of --recipe.")]
 BudgetOption = Annotated[
     str | None, typer.Option(help="Bits a weight, such as 4.5bits: each layer's are chosen by measured KL.")
 ]

@@ -34,13 +34,15 @@ class Format:
         return replace(rule, replace=self.experts if experts else self.linear, options=options)
 
 
-def _int4(group: list[int]) -> Format:
-    return Format("int4_weight_only", "int4_experts", {"group_size": group, "symmetric": False})
+def _int4(group: list[int], linear: str = "int4_weight_only") -> Format:
+    return Format(linear, "int4_experts", {"group_size": group, "symmetric": False})
 
 
 #: the name of a format, which is that of its rule too -> the format
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
+        "3-bits-by-128": _int4([128, 64, 32], "int3_weight_only"),
+        "3-bits-by-64": _int4([64, 32], "int3_weight_only"),
         "4-bits-by-128": _int4([128, 64, 32]),
         "4-bits-by-64": _int4([64, 32]),
         "4-bits-by-32": _int4([32]),
