@@ -99,7 +99,7 @@ def test_the_knapsack() -> None:
 @pytest.mark.parametrize(
     ("budget", "recipe", "error", "words"),
     [
-        pytest.param(2, "int4", KernelError, "below the 4", id="below every format"),
+        pytest.param(2, "int4", KernelError, "below the 3", id="below every format"),
         pytest.param("much", "int4", ArgumentError, "such as 4.5bits", id="no number"),
         pytest.param(4.5, "exact", RecipeError, "no layers whose bits", id="nothing to choose"),
     ],

@@ -57,7 +57,18 @@ def dense(
 ) -> tuple[Tensor, Tensor | None]:
     """The weight[N, K], decoded in float32 or wider and rounded to `dtype`, and the bias."""
     wide = torch.promote_types(dtype, torch.float32)
-    return dequantize_rows(q, scale, offset, wide).to(dtype), None if bias is None else bias.to(dtype)
+    byte = q.view(torch.uint8)
+    every = torch.stack([byte.bitwise_right_shift(i).bitwise_and(1) for i in range(8)], -1)  # bits, the low one first
+    three = every.view(q.shape[0], -1, 3).to(wide)
+    u = three[..., 0] + 2 * three[..., 1] + 4 * three[..., 2]
+    groups, s = u.view(q.shape[0], scale.shape[1], -1), scale.to(wide)[:, :, None]
+    if offset is None:
+        groups.sub_(4).mul_(s)
+    elif offset.is_floating_point():
+        groups.mul_(s).add_(offset.to(wide)[:, :, None])
+    else:
+        groups.sub_(offset.to(wide)[:, :, None]).mul_(s)
+    return u.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def reference(x: Tensor, *weight: Any) -> Tensor:
@@ -122,8 +133,9 @@ def cases() -> list[Case]:
 
         return Case(f"m{m}-n{n}-k{k}-g{k // groups}-{kind}{'-bias' if bias else ''}", make)
 
-    kinds, sizes = ("none", "minimum", "zero_point"), [size for size in common.SIZES if size[2] % TOGETHER == 0]
-    return [case(*size, kind=kinds[i % 3]) for i, size in enumerate(sizes)]
+    kinds = ("none", "minimum", "zero_point")
+    whole = [(m, n, max(k // TOGETHER, 1) * TOGETHER, g, bias) for m, n, k, g, bias in common.SIZES]
+    return [case(*size, kind=kinds[i % 3]) for i, size in enumerate(whole)]
 
 
 KERNELS = {
