@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.row_major import Int3Rows
-from accelpatch.kernels.ops.linear.int3_linear import TOGETHER, pack
+from accelpatch.kernels.ops.linear.int3_linear import CODES, pack
 from accelpatch.quant.int4 import Int4Grid
 from accelpatch.quant.weight import grouped
 
@@ -39,7 +39,7 @@ def quantize(weight: Tensor, *, group_size: int, symmetric: bool = False, zero_p
     of 8, and where group_size does not divide K.
     """
     groups = grouped(weight, group_size, "int3")
-    if weight.shape[1] % TOGETHER:
+    if weight.shape[1] % CODES:
         raise KernelError(f"int3 packs eight weights in three bytes, and K = {weight.shape[1]}: use int4 or int8 here")
     grid = Int3Grid("none" if symmetric else "zero_point" if zero_point else "minimum")
     scale, offset = grid.fit(groups, grid.storage(groups))

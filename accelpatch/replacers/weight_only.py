@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -45,6 +46,7 @@ from accelpatch.replacers.weight_kernels import (
     weight_of,
 )
 
+NO_GPU_KERNEL = "no GPU kernel reads 3 bits, and torch would dequantise the weight at every call: use int4 there"
 OFFSET_BYTES = {"none": 0, "minimum": 2, "zero_point": 1}
 
 
@@ -203,6 +205,10 @@ class Int3WeightOnly(Int4WeightOnly):
 
     name = "int3_weight_only"
     module, op = Int3WeightOnlyLinear, "int3_linear"
+
+    def of_matrix(self, site: Site, n: int, k: int, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        made = super().of_matrix(site, n, k, options, device)
+        return made if isinstance(made, Reason) or device.kind == "cpu" else replace(made, slower=NO_GPU_KERNEL)
 
     def quantized(self, weight: Tensor, detail: Mapping[str, Any]) -> RowMajor:
         options = {name: detail[name] for name in ("group_size", "symmetric", "zero_point") if name in detail}

@@ -115,7 +115,7 @@ def test_logits_that_are_not_finite() -> None:
         model.model.norm.weight[0] = float("inf")
 
     def tokenizer(text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [3 + ord(letter) % 100 for letter in text]}
+        return {"input_ids": [3 + ord(one) % 100 for one in text]}
 
     with pytest.raises(PatchError, match="logits are NaN or infinite: load it in bfloat16"):
         accelpatch.choose_bits(model, BUDGET, progress=False, data=["A text to measure by." * 9], tokenizer=tokenizer)

@@ -106,17 +106,9 @@ class Pack:
 
     @classmethod
     def pack(
-        cls,
-        q: Tensor,
-        scale: Tensor,
-        offset: Tensor | None = None,
-        *,
-        bits: int,
-        codes: str = "",
-        order: Tensor | None = None,
-        bias: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Pack:
+        cls, q: Tensor, scale: Tensor, offset: Tensor | None = None, *, bits: int, codes: str = "",
+        order: Tensor | None = None, bias: Tensor | None = None, out: Tensor | None = None,
+    ) -> Pack:  # fmt: skip
         """From q[N, K] int8 (8 bits), q[N, K / 2] nibbles (4 bits) or q[N, 3 K / 8] (3 bits), scale[N, G] and
         offset[N, G]: None, or of 4 and 3 bits a float minimum or an integer zero point in 0..16.
 

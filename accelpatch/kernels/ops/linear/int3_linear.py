@@ -25,13 +25,13 @@ from accelpatch.kernels.ops.linear import common, gradient
 from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 
 OP = "int3_linear"
-TOGETHER, BYTES = 8, 3  # codes that lie in whole bytes together, and the bytes
+CODES, BYTES = 8, 3  # codes that lie in whole bytes together, and the bytes
 
 
 def pack(u: Tensor) -> Tensor:
     """Pack u[N, K] or [N, G, K / G], integers 0..7 of any dtype, to q[N, 3 K / 8] int8."""
-    fields = u.flatten(1).unflatten(1, (-1, TOGETHER)).to(torch.int32)
-    word = sum(fields[..., i] << (3 * i) for i in range(TOGETHER))
+    fields = u.flatten(1).unflatten(1, (-1, CODES)).to(torch.int32)
+    word = sum(fields[..., i] << (3 * i) for i in range(CODES))
     assert isinstance(word, Tensor)
     return torch.stack([word >> (8 * i) & 255 for i in range(BYTES)], -1).flatten(1).to(torch.uint8).view(torch.int8)
 
@@ -40,7 +40,7 @@ def unpack(q: Tensor) -> Tensor:
     """u[N, K] int8 in 0..7 from packed q[N, 3 K / 8]."""
     each = (q.to(torch.int32) & 255).unflatten(1, (-1, BYTES))
     word = each[..., 0] | each[..., 1] << 8 | each[..., 2] << 16
-    return torch.stack([word >> (3 * i) & 7 for i in range(TOGETHER)], -1).flatten(1).to(torch.int8)
+    return torch.stack([word >> (3 * i) & 7 for i in range(CODES)], -1).flatten(1).to(torch.int8)
 
 
 def dequantize_rows(q: Tensor, scale: Tensor, offset: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -96,7 +96,7 @@ def by_torch(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, 
         beside = None if offset is None else offset[start:stop]
         return dequantize_rows(q[start:stop], scale[start:stop], beside, torch.promote_types(dtype, torch.float32))
 
-    return common.by_row_blocks(x, q.shape[0], q.shape[1] // BYTES * TOGETHER, rows, bias)
+    return common.by_row_blocks(x, q.shape[0], q.shape[1] // BYTES * CODES, rows, bias)
 
 
 @operation(OP)
@@ -123,7 +123,7 @@ def cases() -> list[Case]:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
             x, scale, b = common.operands(generator, dtype, device, m, n, k, groups, bias)
             scale = (scale / 4).to(torch.float16)
-            q = torch.randint(-128, 128, (n, k // TOGETHER * BYTES), generator=generator, dtype=torch.int8).to(device)
+            q = torch.randint(-128, 128, (n, k // CODES * BYTES), generator=generator, dtype=torch.int8).to(device)
             offset = None
             if kind == "minimum":
                 offset = -4 * scale
@@ -134,7 +134,7 @@ def cases() -> list[Case]:
         return Case(f"m{m}-n{n}-k{k}-g{k // groups}-{kind}{'-bias' if bias else ''}", make)
 
     kinds = ("none", "minimum", "zero_point")
-    whole = [(m, n, max(k // TOGETHER, 1) * TOGETHER, g, bias) for m, n, k, g, bias in common.SIZES]
+    whole = [(m, n, max(k // CODES, 1) * CODES, g, bias) for m, n, k, g, bias in common.SIZES]
     return [case(*size, kind=kinds[i % 3]) for i, size in enumerate(whole)]
 
 
