@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from accelpatch import jit
     from accelpatch.api import (
         calibrate,
+        choose_bits,
         evaluate,
         evaluate_tasks,
         export,
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from accelpatch.patching.replacer import Choice, Reason, Replacer
 
 __all__ = [
-    "AccelpatchConfig", "AccelpatchError", "Choice", "Reason", "Replacer", "calibrate", "evaluate", "evaluate_tasks",
-    "export", "finetune", "implementation", "jit", "load", "load_plugin", "merge", "module", "patch",
+    "AccelpatchConfig", "AccelpatchError", "Choice", "Reason", "Replacer", "calibrate", "choose_bits", "evaluate",
+    "evaluate_tasks", "export", "finetune", "implementation", "jit", "load", "load_plugin", "merge", "module", "patch",
     "patch_on_first_use", "patched",
     "plan", "plan_from_config", "replacer", "save_statistics", "selftest", "unpatch",
 ]  # fmt: skip

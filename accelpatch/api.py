@@ -15,6 +15,7 @@ from accelpatch.in_memory import (
     AnyRecipe,
     calibrate,
     check_tasks,
+    choose_bits,
     evaluate,
     evaluate_tasks,
     patch,
@@ -37,7 +38,7 @@ from accelpatch.trials import Use, recipe_named, trial, tune_auto, tune_kernels,
 from accelpatch.tuning.attention import tune as tune_attention
 
 __all__ = [
-    "Use", "attach", "calibrate", "check_tasks", "evaluate", "evaluate_tasks", "export", "finetune",
+    "Use", "attach", "calibrate", "check_tasks", "choose_bits", "evaluate", "evaluate_tasks", "export", "finetune",
     "is_patched", "load", "load_plugin", "merge", "merge_files", "patch", "patch_on_first_use", "patched", "plan",
     "plan_from_config", "quantize", "random_model", "recipe_named", "register_checkpoints", "replacer",
     "save_statistics", "selftest", "trial", "tune_attention", "tune_auto", "tune_kernels", "tuned_recipe", "unpatch",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,16 @@ from accelpatch.models.texts import windows
 from accelpatch.patching import apply, formula
 from accelpatch.patching.capture import observing, run
 from accelpatch.patching.match import sites
+from accelpatch.patching.plan import Plan
 from accelpatch.patching.request import Request
 from accelpatch.patching.site import LINEAR_ROLES
 from accelpatch.quant.calibration import Collector, Statistics
 from accelpatch.quant.smoothing import SiteStatistics
+from accelpatch.recipe import mixed
 from accelpatch.recipe import recipe as recipes
-from accelpatch.replacers import rounding
+from accelpatch.recipe.recipe import Recipe
+from accelpatch.replacers import mixed_bits, rounding
+from accelpatch.replacers.mixed_bits import Measured
 from accelpatch.replacers.smoothing import site_statistics
 from accelpatch.replacers.stored import known
 
@@ -35,8 +40,20 @@ MOST = 4096  # rows of an iterator that are held
 OWN_TEXT = "calibrated on {tokens} tokens that the model wrote itself: accelpatch.calibrate(model, data) takes yours"
 NOISE = "calibrated on noise in the shapes of the configuration: accelpatch.calibrate(model, data) takes real inputs"
 
+MEASURED, LENGTH = 256, 256  # tokens by which bits are chosen, and of a window of them
+
 #: makes a model generate faster while it writes its own text
 Writing = Callable[[nn.Module], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, eq=False)
+class Bits:
+    """By which texts bits are chosen: see `patch`. watch: what progress is reported to."""
+
+    watch: Callable[[str, int, int], None]
+    data: Any = None
+    tokenizer: Any = None
+    resume: Path | None = None
 
 
 def batches_of(
@@ -104,6 +121,20 @@ def of_request(model: nn.Module, request: Request, writing: Writing, notes: list
     return made
 
 
+def measured_bits(
+    model: nn.Module, recipe: Recipe, plan: Callable[[Recipe], Plan], request: Bits, writing: Writing
+) -> list[Measured]:
+    """What each format that `recipe` could have costs in the layers of `model`. plan: of a recipe for this model."""
+    samples, watch = -(-MEASURED // LENGTH), request.watch
+    batches = batches_of(model, request.data, request.tokenizer, samples, LENGTH, writing)
+    plans = {name: plan(mixed.uniform(recipe, name)) for name in mixed.FORMATS}
+    kept = (
+        None if request.resume is None else _blocks(model, request.resume, batches, repr(sorted(mixed.FORMATS.items())))
+    )
+    with apply.naming(type(model).__name__, "its layers were measured"):
+        return mixed_bits.measured(plans, model, batches, lambda done, total: watch("measure bits", done, total), kept)
+
+
 def _by_channels(model: nn.Module, request: Request, batches: list[dict[str, Any]]) -> dict[str, SiteStatistics]:
     given = request.statistics
     if isinstance(given, (str, Path)):
@@ -120,9 +151,13 @@ def _by_channels(model: nn.Module, request: Request, batches: list[dict[str, Any
 def _kept(model: nn.Module, request: Request, batches: list[dict[str, Any]]) -> Blocks | None:
     if request.resume is None:
         return None
+    return _blocks(model, request.resume, batches, recipes.dump(request.planned.recipe))
+
+
+def _blocks(model: nn.Module, folder: Path, batches: list[dict[str, Any]], made_by: str) -> Blocks:
     texts = hashlib.sha256(b"".join(_main(batch).cpu().numpy().tobytes() for batch in batches)).hexdigest()
-    facts = fingerprint(model), str(getattr(model, "dtype", "")), recipes.dump(request.planned.recipe), texts
-    return Blocks(request.resume, "\n".join(facts))
+    facts = fingerprint(model), str(getattr(model, "dtype", "")), made_by, texts
+    return Blocks(folder, "\n".join(facts))
 
 
 def _main(batch: Mapping[str, Any]) -> Tensor:

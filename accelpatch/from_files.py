@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from accelpatch import device as devices
 from accelpatch import progress as bars
 from accelpatch.checkpoints import as_stored, foreign, quantization_config, quantizer
 from accelpatch.checkpoints import save as saving
+from accelpatch.checkpoints.saved import RECIPE
 from accelpatch.checkpoints.target import beside
 from accelpatch.errors import LoadError
-from accelpatch.in_memory import AnyRecipe, handle_of, patch, save
+from accelpatch.in_memory import AnyRecipe, choose_bits, handle_of, patch, save
 from accelpatch.kernels.cpu import native_library
 from accelpatch.models.catalog import resolve
 from accelpatch.models.load import Loaded
@@ -26,8 +28,10 @@ from accelpatch.patching.request import Request
 from accelpatch.pipeline import carry_out, compiled, computed_by, plan_of
 from accelpatch.progress import Progress, Stopwatch
 from accelpatch.quant.calibration import Statistics
+from accelpatch.recipe import mixed
 from accelpatch.recipe import recipe as recipes
 from accelpatch.recipe.recipe import Recipe
+from accelpatch.replacers.mixed_bits import Chosen
 from accelpatch.report import Report
 
 WHILE_LOADING = "quantised while the weights were read: format errors are those of the weights"
@@ -105,22 +109,47 @@ def quantize(
     name: str, recipe: AnyRecipe, out: str | Path, *, max_shard_size: int | str = "5GB", dtype: Any = "auto",
     device: Any = "cpu", statistics: Statistics | str | Path | None = None, data: Any = None,
     verify: bool | str = True, progress: Progress | bool | None = None, overwrite: bool = False,
+    budget: float | str | None = None,
 ) -> Report:  # fmt: skip
     """Patch a checkpoint while it loads and save it, with its tokenizer, into the folder `out`, all or nothing.
 
+    budget: bits a weight, within which each layer gets a format of its own, see `choose_bits`; the folder's recipe.yaml
+    is the recipe of that choice, with what was measured.
     Finished weights are kept beside `out` until it is written: an interrupted call goes on. `out` is new or empty;
     overwrite: or holds a model that accelpatch saved, which is replaced. Raises LoadError, SaveError, and as `patch`.
     """
     folder = Path(out)
     saving.check(folder, max_shard_size, overwrite)
-    loaded = load(
-        name, recipe, dtype=dtype, device=device, statistics=statistics, data=data, verify=verify, progress=progress,
-        resume=beside(folder),
-    )  # fmt: skip
-    more = [] if loaded.tokenizer is None else [loaded.tokenizer.save_pretrained]
+    given: Any = {"data": data, "progress": progress, "resume": beside(folder)}
+    options: Any = {"dtype": dtype, "device": device}
+    if budget is None:
+        loaded = load(name, recipe, **options, statistics=statistics, verify=verify, **given)
+        more = list[Callable[[Path], Any]]()
+    else:
+        loaded, choice = _within(name, recipe, budget, options, {"statistics": statistics, "verify": verify}, given)
+        more = [lambda made: (made / RECIPE).write_text(choice.text(), encoding="utf-8")]
+    more += [] if loaded.tokenizer is None else [loaded.tokenizer.save_pretrained]
     save(loaded.model, folder, max_shard_size=max_shard_size, more=more)
     saving.forget(folder)
     return handle_of(loaded.model).report()
+
+
+def _within(
+    name: str, recipe: AnyRecipe, budget: float | str, options: Any, patching: Any, given: Any
+) -> tuple[Loaded, Chosen]:
+    """A float checkpoint that is loaded whole, and patched with bits that are chosen within a budget."""
+    mixed.budget_of(str(budget))
+    register_checkpoints()
+    if is_patched(name):
+        raise LoadError(f"{name} is quantised already: bits are chosen for a float checkpoint")
+    with bars.shown(given["progress"]) as shown:
+        loaded = loading.load(name, **options, progress=shown)
+        given = {**given, "progress": shown, "tokenizer": loaded.tokenizer}
+        choice = choose_bits(loaded.model, budget, recipe, **given)
+        given |= {} if calibrates(choice.recipe) else {"data": None}
+        patch(loaded.model, choice.recipe, keep_original="none", **patching, **given)
+        handle_of(loaded.model).keep_original = apply.LOADED
+    return loaded, choice
 
 
 def _finish_loading(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import accelpatch.models.load as loading
 from accelpatch import device as devices
 from accelpatch import progress as bars
-from accelpatch.calibration import batches_of, statistics_of
+from accelpatch.calibration import Bits, batches_of, measured_bits, statistics_of
 from accelpatch.checkpoints import as_stored, gguf_tensors
 from accelpatch.checkpoints import save as saving
 from accelpatch.checkpoints import statistics as files
@@ -32,8 +32,10 @@ from accelpatch.patching.request import Request
 from accelpatch.pipeline import carry_out, compiled, computed_by, plan_of, writing
 from accelpatch.progress import Progress, Stopwatch
 from accelpatch.quant.calibration import Statistics
+from accelpatch.recipe import mixed
 from accelpatch.recipe import recipe as recipes
 from accelpatch.recipe.recipe import Recipe
+from accelpatch.replacers.mixed_bits import Chosen, chosen
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyRecipe = str | Path | Mapping[str, Any] | Recipe
@@ -134,6 +136,28 @@ def patch(
     if not hasattr(given, apply.HANDLE):
         handle_of(given).show_on(given)
     return given
+
+
+def choose_bits(
+    model: nn.Module, budget: float | str, recipe: AnyRecipe = "int4", *, data: Any = None, tokenizer: Any = None,
+    progress: Progress | bool | None = None, resume: Path | None = None,
+) -> Chosen:  # fmt: skip
+    """Choose a format for each linear layer and expert, with `budget` bits a weight on average, scales with them.
+
+    Measured is the mean KL in nats of the model's next tokens with one layer rounded to the nearest values, on a few
+    windows of `data`; the choice has about the least sum of them. budget: a number, or text such as "4.5bits". recipe:
+    what else is done. data, tokenizer, progress, resume: see `patch`, which takes the `recipe` of the result. The head
+    is not counted. Raises ArgumentError, RecipeError, PlanError, and KernelError for a budget below the smallest
+    format.
+    """
+    check_module(model)
+    inner, wanted = unwrapped(model), recipes.load(recipe)
+    check_patchable(inner)
+    most = mixed.budget_of(str(budget))
+    with bars.shown(progress) as shown:
+        asked = Bits(Stopwatch(shown), data, tokenizer, resume)
+        found = measured_bits(inner, wanted, lambda one: plan_of(inner, one, None), asked, writing)
+    return chosen(wanted, found, most)
 
 
 def unpatch(model: Model) -> Model:

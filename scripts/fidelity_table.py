@@ -1,10 +1,11 @@
 """Print the tables of docs/fidelity.md: what each number format does to the embedded model, raw and moved off its grid.
 
 python scripts/fidelity_table.py [--model NAME_OR_FOLDER] [--tokens 2560] [--seed 0] [--recipes smoothquant fp8 ...]
-                                 [--methods gptq awq ... [--group 64] [--samples 64]]
+                                 [--methods gptq awq ... [--bits 4 | --budget 4.5bits] [--group 64] [--samples 64]]
 
 --recipes: those that round activations too, by the patched model itself, moved off its grid; no other table is printed.
---methods: how int4 weights are made, calibrated on samples x 256 tokens of the same prose behind those that are read.
+--methods: how weights are made, calibrated on samples x 256 tokens of the same prose behind those that are read. Bytes
+are those of the linear layers but the head, with their scales; the time is that of the patch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import accelpatch
 from accelpatch.models import load
+from accelpatch.modules.quantized_linear import QuantizedLinear
 from accelpatch.recipe.methods import by_method
 from accelpatch.recipe.recipe import load as load_recipe
 from tests.support.fidelity import (
@@ -63,20 +65,33 @@ def recipe_rows(model: nn.Module, ids: Tensor, recipes: list[str]) -> Iterator[s
         yield f"| `{name}` | {found.kl:.5f} | {found.top1:.1%} | {perplexity(logits, ids):.2f} |"
 
 
-def method_rows(loaded: Any, model: nn.Module, ids: Tensor, methods: list[str], group: int, samples: int) -> Any:
+def method_rows(loaded: Any, model: nn.Module, ids: Tensor, options: argparse.Namespace) -> Iterator[str]:
     """A line for each method, of the patched model."""
+    samples, bits = options.samples, options.bits
     reference = logits_of(model, ids)
     prose = english_tokens(loaded.tokenizer, ids.numel() + 256 * samples)[len(ids) :]
     texts = [loaded.tokenizer.decode(row) for row in prose]
-    rule = {"name": "linear", "options": {"group_size": group, "symmetric": False}}
-    for method in methods:
-        recipe = by_method(load_recipe({"name": "int4", "extends": "int4", "rules": [rule]}), method, samples, 256)
-        start = time.perf_counter()
-        with accelpatch.patched(model, recipe, verify=False, data=texts, tokenizer=loaded.tokenizer) as patched:
-            seconds = time.perf_counter() - start
+    rule = {"name": "linear", "options": {"group_size": options.group}}
+    for method in options.methods:
+        recipe = load_recipe({"name": f"int{bits}", "extends": f"int{bits}", "rules": [rule]})
+        recipe = by_method(recipe, method, samples, 256) if method != "rtn" else recipe
+        start, given = time.perf_counter(), {"data": texts, "tokenizer": loaded.tokenizer}
+        if options.budget:
+            recipe = accelpatch.choose_bits(model, options.budget, recipe, **given).recipe
+        with accelpatch.patched(model, recipe, verify=False, **(given if method != "rtn" else {})) as patched:
+            seconds, size = time.perf_counter() - start, weight_bytes(patched)
             logits = logits_of(patched, ids)
         found = mean_kl_top1(reference, logits)
-        yield f"| `{method}` | {found.kl:.4f} | {found.top1:.1%} | {perplexity(logits, ids):.2f} | {seconds:.0f} s |"
+        named = (options.budget, "mixed") if options.budget else (bits, options.group)
+        figures = f"{found.kl:.4f} | {found.top1:.1%} | {perplexity(logits, ids):.2f} | {size / 1e6:.1f} MB"
+        yield f"| `{method}` | {named[0]} | {named[1]} | {figures} | {seconds:.0f} s |"
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of the quantised linear layers but the head, as they are saved."""
+    held = [module.canonical() for module in model.modules() if isinstance(module, QuantizedLinear)]
+    heads = (model.get_output_embeddings().canonical().n,)
+    return sum(one.nbytes for one in held if one.n not in heads)
 
 
 def main() -> None:
@@ -85,7 +100,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2560, help="Tokens of English to read (default: %(default)s).")
     parser.add_argument("--seed", type=int, default=0, help="The seed of the noise (default: %(default)s).")
     parser.add_argument("--recipes", nargs="+", help="Recipes whose patched models are measured in place of formats.")
-    parser.add_argument("--methods", nargs="+", help="Methods of making int4 weights, measured in place of formats.")
+    parser.add_argument("--methods", nargs="+", help="Methods of making weights, measured in place of formats.")
+    parser.add_argument("--bits", type=int, default=4, help="Bits of these weights: 3, 4 or 8 (default: %(default)s).")
+    parser.add_argument("--budget", help="Or bits a weight, such as 4.5bits, within which each layer has its own.")
     parser.add_argument("--group", type=int, default=64, help="Their group size (default: %(default)s).")
     parser.add_argument("--samples", type=int, default=64, help="Windows they calibrate on (default: %(default)s).")
     options = parser.parse_args()
@@ -97,9 +114,10 @@ def main() -> None:
             print(row, flush=True)
         return
     if options.methods:
-        print("| method | mean KL, nats | top-1 agreement | perplexity | time |\n| --- | --- | --- | --- | --- |")
+        print("| method | bits | groups | mean KL, nats | top-1 agreement | perplexity | bytes | time |")
+        print("| --- | --- | --- | --- | --- | --- | --- | --- |")
         model = noised(loaded.model, options.seed)
-        for row in method_rows(loaded, model, ids, options.methods, options.group, options.samples):
+        for row in method_rows(loaded, model, ids, options):
             print(row, flush=True)
         return
     print(HEADER)

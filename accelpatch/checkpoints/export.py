@@ -134,7 +134,9 @@ def _sort(found: _Source, tensor: Read) -> None:
         if module is None:
             raise LoadError(f"{found.folder}: {path} is in no model that config.json describes: write it again")
         if replacer not in KINDS:
-            raise SaveError(f"{path} is replaced by {replacer}, which is not exported: int4, int8, w8a8 and fp8 are")
+            raise SaveError(
+                f"{path} is replaced by {replacer}, which is not exported: int3, int4, int8, w8a8 and fp8 are"
+            )
         if isinstance(module, nn.Embedding) or module is head:
             tied = module is head and found.config.get("tie_word_embeddings")
             own = next(name for name, one in modules.items() if one is embedding) if tied else path
@@ -157,13 +159,13 @@ def _layer(path: str, kind: str, saved: Saved, tensor: Read) -> Layer:
     q, scale = held["q"], held["scale"]
     if q is None or scale is None or len(q.shape) != 2 or len(scale.shape) != 2:
         raise LoadError(f"{path} has no matrix of codes with scales: write the checkpoint again")
-    n, k = q.shape[0], q.shape[1] * (2 if kind == "int4" else 1)
+    n, k = q.shape[0], q.shape[1] * 8 // BITS.get(kind, 8)
     if scale.shape[0] != n or not scale.shape[1] or k % scale.shape[1] or (kind not in BITS and scale.shape[1] != 1):
         raise LoadError(f"{path}.scale is {list(scale.shape)} for a weight {[n, k]}: write the checkpoint again")
     zeros = False
     if held["offset"] is not None:
         with _refused(path):
-            zeros = packing.has_zero_points(tensor(f"{path}.scale"), tensor(f"{path}.offset"))
+            zeros = packing.has_zero_points(tensor(f"{path}.scale"), tensor(f"{path}.offset"), BITS.get(kind, 4))
     return Layer(
         path, kind, n, k, k // scale.shape[1], zeros, held["input_scale"] is not None, held["order"] is not None,
         q.dtype,

@@ -1,8 +1,8 @@
 """What others' formats hold of a patched model's linear layers: which, in which groups, and what config.json says.
 
     compressed-tensors   int4, int8 (pack-quantized); w8a8 (int-quantized); fp8 (float-quantized); several at once
-    gptq                 int4 or int8, symmetric as v1, with zero points as v2 (v1 has them less one, which some readers
-                         undo in whole words and some in each field)
+    gptq                 int3, int4 or int8, symmetric as v1, with zero points as v2 (v1 has them less one, which some
+                         readers undo in whole words and some in each field)
     awq                  int4, GEMM
 
 Groups of several sizes become ones of the largest size that divides them all, with repeated scales: the same weight.
@@ -22,10 +22,10 @@ from torch import Tensor
 from accelpatch.quant import packing
 from accelpatch.quant.formats import weight_of
 
-BITS = {"int4": 4, "int8": 8}  # of kinds without quantised activations, in integers
+BITS = {"int3": 3, "int4": 4, "int8": 8}  # of kinds without quantised activations, in integers
 KINDS = {
-    "int4_weight_only": "int4", "int8_weight_only": "int8", "w8a8": "w8a8", "w8a8_fp8": "fp8",
-    "fp8_weight_only": "fp8 weights",
+    "int3_weight_only": "int3", "int4_weight_only": "int4", "int8_weight_only": "int8", "w8a8": "w8a8",
+    "w8a8_fp8": "fp8", "fp8_weight_only": "fp8 weights",
 }  # fmt: skip
 ROWS = -1  # a group size: one scale a row
 Parts = Mapping[str, Tensor | None]
@@ -193,12 +193,12 @@ def _scheme(group: Group, every: bool) -> dict[str, Any]:
 
 FORMATS: Mapping[str, Format] = {
     "compressed-tensors": Format(
-        "compressed-tensors", tuple(KINDS.values()), (), {}, inputs_too=False, single=False, ordered=True, half=False,
+        "compressed-tensors", tuple(OF_COMPRESSED), (), {}, inputs_too=False, single=False, ordered=True, half=False,
         config=_compressed_config, tensors=_tensors_of_compressed,
     ),
     "gptq": Format(
-        "gptq", ("int4", "int8"), (ROWS, 16, 32, 64, 128, 256, 512, 1024), {4: 8, 8: 4}, inputs_too=True, single=True,
-        ordered=True, half=True, config=_gptq_config,
+        "gptq", ("int3", "int4", "int8"), (ROWS, 16, 32, 64, 128, 256, 512, 1024), {3: 32, 4: 8, 8: 4}, inputs_too=True,
+        single=True, ordered=True, half=True, config=_gptq_config,
         tensors=lambda parts, group, dtype: packing.gptq(_coded(parts, group), group.symmetric),
     ),
     "awq": Format(

@@ -114,7 +114,8 @@ def _options(layout: Mapping[str, Any], made: ForeignLayout) -> dict[str, Any]:
     if INTEGERS not in made.marks.values():
         return {}
     bits, group = layout.get("bits"), layout.get("group_size", 128)
-    if bits not in (4, 8) or type(group) is not int or group == 0 or group < -1:
+    known = (3, 4, 8) if layout["name"] == "gptq" else (4, 8)
+    if bits not in known or type(group) is not int or group == 0 or group < -1:
         raise LoadError(f"{layout['name']} with bits {bits!r} and group_size {group!r} is not read: {unread.FLOAT}")
     size = None if group == -1 else group
     if bits == 8:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 MethodOption = Annotated[
     str | None, typer.Option(help="How weights are rounded: rtn, gptq, awq or gptq+awq; default: the recipe's.")
 ]
-BitsOption = Annotated[int | None, typer.Option(help="4 or 8: the recipe int4 or int8, in place of --recipe.")]
+BitsOption = Annotated[int | None, typer.Option(help="3, 4 or 8: the recipe int3, int4 or int8, in place of --recipe.")]
+BudgetOption = Annotated[
+    str | None, typer.Option(help="Bits a weight, such as 4.5bits: each layer's are chosen by measured KL.")
+]
 DataOption = Annotated[
     Path | None,
     options.file_option(callback=checks.text_file, help="UTF-8 text to calibrate on; default: the model's own."),
@@ -35,6 +38,7 @@ def quantize(
     recipe: options.OwnRecipeOption = None,
     method: MethodOption = None,
     bits: BitsOption = None,
+    budget: BudgetOption = None,
     data: DataOption = None,
     samples: SamplesOption = None,
     length: LengthOption = None,
@@ -56,7 +60,7 @@ def quantize(
     options.check_original(model)
     target.check_folder(out)
     target.check_new(out, overwrite)
-    wanted = _recipe(recipe, method, bits, samples, length, plugin)
+    wanted = _recipe(recipe, method, _base(recipe, bits, budget), samples, length, plugin)
     with resumable(out):
         from accelpatch import api
 
@@ -64,9 +68,22 @@ def quantize(
         with console.progress_bars() as progress:
             report = api.quantize(
                 model, wanted, out, max_shard_size=max_shard_size, dtype=dtype, device=where, statistics=statistics,
-                data=data, verify=verify, progress=progress, overwrite=overwrite,
+                data=data, verify=verify, progress=progress, overwrite=overwrite, budget=budget,
             )  # fmt: skip
     console.print_result(json, {"folder": str(out), "report": report.to_dict()}, _facts(model, out, report))
+
+
+def _base(recipe: str | None, bits: int | None, budget: str | None) -> int | None:
+    """The bits of the recipe that a choice within a budget starts from. Raises BadParameter where the options
+    contradict each other."""
+    if budget is None:
+        return bits
+    if bits is not None:
+        raise typer.BadParameter("a budget chooses the bits of each layer: give one of the two", param_hint="--bits")
+    from accelpatch.recipe import mixed
+
+    mixed.budget_of(budget)
+    return 4 if recipe is None else None
 
 
 def _recipe(

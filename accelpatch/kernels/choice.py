@@ -112,6 +112,7 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
         Row(("hip", "triton", "torch"), rows=(0, 8), note=ONE_PASS),
         Row(("triton", "hip", "torch"), note=H200),
     ),
+    "int3_linear": PLAIN,
     "int4_linear": PLAIN,  # row by row as on disk and on CPUs; GPUs hold tiles, the next row
     "tiled_int4_linear": (
         Row(("hip", "triton", "torch"), rows=(0, 8), note=ONE_PASS),

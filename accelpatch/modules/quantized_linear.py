@@ -124,6 +124,12 @@ class Int4WeightOnlyLinear(QuantizedLinear):
     takes_order = True
 
 
+class Int3WeightOnlyLinear(QuantizedLinear):
+    """3-bit weight in groups along K, as the one of 4 bits."""
+
+    takes_order = True
+
+
 class CodebookLinear(QuantizedLinear):
     """4-bit codes of a codebook, one scale for each group along K. codes: the codebook's name."""
 

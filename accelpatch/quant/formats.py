@@ -10,10 +10,10 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.gguf_blocks import GgufBlocks
-from accelpatch.kernels.layouts.row_major import Fp8Rows, Int4Rows, Int8Rows, RowMajor
+from accelpatch.kernels.layouts.row_major import Fp8Rows, Int3Rows, Int4Rows, Int8Rows, RowMajor
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.linear import by_layout
-from accelpatch.quant import codebook, fp8, int4, int8
+from accelpatch.quant import codebook, fp8, int3, int4, int8
 
 
 def _int4_as(weight: Tensor, held: Int4Rows) -> Int4Rows:
@@ -22,6 +22,11 @@ def _int4_as(weight: Tensor, held: Int4Rows) -> Int4Rows:
         return codebook.quantize(weight, group_size=group, codebook=held.codes)
     kind = held.kind
     return int4.quantize(weight, group_size=group, symmetric=kind == "none", zero_point=kind == "zero_point")
+
+
+def _int3_as(weight: Tensor, held: Int3Rows) -> Int3Rows:
+    group, kind = held.k // held.scale.shape[1], held.kind
+    return int3.quantize(weight, group_size=group, symmetric=kind == "none", zero_point=kind == "zero_point")
 
 
 def _w8a8_as(weight: Tensor, held: W8A8Rows) -> W8A8Rows:
@@ -37,6 +42,7 @@ def _refuse(weight: Tensor, held: GgufBlocks) -> GgufBlocks:
 FORMATS: Mapping[type, Callable[[Tensor, Any], RowMajor]] = {
     Int8Rows: int8.quantize_as,
     Int4Rows: _int4_as,
+    Int3Rows: _int3_as,
     Fp8Rows: fp8.quantize_as,
     W8A8Rows: _w8a8_as,
     GgufBlocks: _refuse,
@@ -44,7 +50,7 @@ FORMATS: Mapping[type, Callable[[Tensor, Any], RowMajor]] = {
 
 
 #: what a checkpoint that is exported calls a format -> its canonical layout
-KINDS: Mapping[str, type[RowMajor]] = {"int4": Int4Rows, "int8": Int8Rows, "w8a8": W8A8Rows}
+KINDS: Mapping[str, type[RowMajor]] = {"int3": Int3Rows, "int4": Int4Rows, "int8": Int8Rows, "w8a8": W8A8Rows}
 
 
 def weight_of(kind: str, parts: Mapping[str, Tensor | None]) -> Any:

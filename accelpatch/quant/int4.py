@@ -12,6 +12,7 @@ as u * scale + offset can name the value: all float16 and bfloat16 values of nor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,43 +30,52 @@ class Int4Grid:
     """The values that a group can take. kind: "none" (symmetric), "minimum" or "zero_point"."""
 
     kind: str = "minimum"
+    most: ClassVar[int] = 15  # the largest code
+
+    @property
+    def middle(self) -> int:
+        """The code of zero in a symmetric weight."""
+        return (self.most + 1) // 2
 
     def storage(self, groups: Tensor) -> torch.dtype:
         """The dtype of the scales and minima of groups[N, G, g]."""
         low, high = groups.amin(dim=2), groups.amax(dim=2)
-        extremes = {"none": lambda: torch.maximum(high, -low) / 8, "zero_point": lambda: _width(low, high) / 15}
-        values = extremes.get(self.kind, lambda: torch.stack((low, high, (high - low) / 15)))()
+        extremes = {
+            "none": lambda: torch.maximum(high, -low) / self.middle,
+            "zero_point": lambda: _width(low, high) / self.most,
+        }
+        values = extremes.get(self.kind, lambda: torch.stack((low, high, (high - low) / self.most)))()
         return torch.float16 if fits_half(values) else torch.float32
 
     def fit(self, groups: Tensor, dtype: torch.dtype, shrink: float = 1.0) -> tuple[Tensor, Tensor | None]:
         """scale[N, G], and offset[N, G] or None, of groups[N, G, g]. shrink: of the range that the codes cover."""
         if self.kind == "none":
             extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True)).squeeze(2)
-            return (extreme * shrink / -8).to(dtype), None
+            return (extreme * shrink / -self.middle).to(dtype), None
         low, high = groups.amin(dim=2) * shrink, groups.amax(dim=2) * shrink
         if self.kind == "zero_point":
-            scale = (_width(low, high) / 15).to(dtype)
-            return scale, _divide(-low.clamp(max=0).unsqueeze(2), scale).squeeze(2).clamp_(0, 15).to(torch.int8)
+            scale = (_width(low, high) / self.most).to(dtype)
+            return scale, _divide(-low.clamp(max=0).unsqueeze(2), scale).squeeze(2).clamp_(0, self.most).to(torch.int8)
         if dtype != torch.float16:
             _width(low, high)
         offset = low.to(dtype)
         # a constant group has u = 1 and, as its scale, the offset's rounding error
-        return torch.where(low == high, high - offset.float(), (high - offset.float()) / 15).to(dtype), offset
+        return torch.where(low == high, high - offset.float(), (high - offset.float()) / self.most).to(dtype), offset
 
     def codes(self, groups: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
-        """u[N, G, g], integers 0..15 in float32, of the nearest values."""
+        """u[N, G, g], integers 0..most in float32, of the nearest values."""
         if offset is None:
-            return (_divide(groups, scale) + 8).clamp_(0, 15)
+            return (_divide(groups, scale) + self.middle).clamp_(0, self.most)
         if self.kind == "minimum":
-            return _divide(groups - offset.float().unsqueeze(2), scale).clamp_(0, 15)
-        return (_divide(groups, scale) + offset.float().unsqueeze(2)).clamp_(0, 15)
+            return _divide(groups - offset.float().unsqueeze(2), scale).clamp_(0, self.most)
+        return (_divide(groups, scale) + offset.float().unsqueeze(2)).clamp_(0, self.most)
 
     def values(self, u: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
         """The values of codes u[N, G, g], float32."""
         step = scale.float().unsqueeze(2)
         if self.kind == "minimum" and offset is not None:
             return u * step + offset.float().unsqueeze(2)
-        return (u - (8 if offset is None else offset.float().unsqueeze(2))) * step
+        return (u - (self.middle if offset is None else offset.float().unsqueeze(2))) * step
 
     def weight(self, u: Tensor, scale: Tensor, offset: Tensor | None) -> Int4Rows:
         """The weight of codes u[N, G, g]."""

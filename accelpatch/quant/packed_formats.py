@@ -1,7 +1,8 @@
 """Quantised weights as GPTQ, AWQ and compressed-tensors pack them, in the canonical form
 (kernels/layouts/row_major.py).
 
-    GPTQ                qweight int32 [K bits / 32, N], qzeros [G, N bits / 32], scales [G, N], g_idx[K]
+    GPTQ                qweight int32 [K bits / 32, N], qzeros [G, N bits / 32], scales [G, N], g_idx[K]; of 3 bits a
+                        column's codes follow each other bit after bit, 32 in three words
     AWQ, GEMM           qweight int32 [K, N / 8], qzeros [G, N / 8], scales [G, N]; eight columns of a word interleaved
     AWQ, GEMV           qweight int32 [N, K / 8], qzeros [N, W], scales [N, 8 W]; padded behind the last group
     compressed-tensors  weight_packed int32 [N, K bits / 32], weight_scale [N, G], weight_zero_point [N bits / 32, G];
@@ -22,8 +23,9 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.layouts.row_major import Fp8Rows, Int4Rows, Int8Rows
+from accelpatch.kernels.layouts.row_major import Fp8Rows, Int3Rows, Int4Rows, Int8Rows
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
+from accelpatch.kernels.ops.linear import int3_linear
 from accelpatch.quant import fp8, int4
 
 Tensors = Mapping[str, Tensor | None]
@@ -34,22 +36,25 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 GPTQ_FORMS = ("gptq", "gptq_v2")
 
 
-def gptq(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> Int8Rows | Int4Rows:
+def gptq(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> Int8Rows | Int4Rows | Int3Rows:
     """A linear layer[n, k] of GPTQ. config: bits, sym, and checkpoint_format or format; neither: v1."""
-    bits = bits_of(config, (4, 8))
-    fields = WORD // bits
+    bits = bits_of(config, (3, 4, 8))
     form = str(config.get("checkpoint_format") or config.get("format") or GPTQ_FORMS[0])
     if form not in GPTQ_FORMS:
         raise KernelError(f"qweight: GPTQ's format {form!r} is not read: {' and '.join(GPTQ_FORMS)} are")
-    _whole_words(fields, N=n, K=k)
+    _whole_words(WORD if bits == 3 else WORD // bits, N=n, K=k)
     scales = _float(tensors, "scales", (None, n))
     groups = scales.shape[0]
-    codes = unpacked(_words(tensors, "qweight", (k // fields, n)).t(), bits, k)
-    words = _words(tensors, "qzeros", (groups, n // fields))
-    if form == GPTQ_FORMS[0]:  # v1 stores them less one
+    codes = unpacked(_words(tensors, "qweight", (k * bits // WORD, n)).t(), bits, k)
+    words = _words(tensors, "qzeros", (groups, n * bits // WORD))
+    if form == GPTQ_FORMS[0] and bits != 3:  # v1 stores them less one
         words = (words.long() + int("1" * 8 if bits == 4 else "01010101", 16)).to(torch.int32)
     zeros = unpacked(words, bits, n).t()
-    return made(codes, scales.t(), zeros, bits, bool(config.get("sym", True)), order_of(tensors, "g_idx", groups, k))
+    zeros = zeros + 1 if form == GPTQ_FORMS[0] and bits == 3 else zeros
+    weight: Int8Rows | Int4Rows | Int3Rows = made(
+        codes, scales.t(), zeros, bits, bool(config.get("sym", True)), order_of(tensors, "g_idx", groups, k)
+    )
+    return weight
 
 
 def order_of(tensors: Tensors, name: str, groups: int, k: int) -> Tensor | None:
@@ -161,6 +166,8 @@ def _whole_words(fields: int, **sizes: int) -> None:
 
 def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
     """Codes [rows, count] uint8 of int32 words [rows, count bits / 32], the low field first."""
+    if bits == 3:
+        return int3_linear.unpack(words.contiguous().view(torch.int8))[:, :count].to(torch.uint8)
     shifts = torch.arange(0, WORD, bits, device=words.device, dtype=torch.int32)
     codes = (words.contiguous()[:, :, None] >> shifts) & ((1 << bits) - 1)
     return codes.flatten(1)[:, :count].to(torch.uint8)
@@ -168,7 +175,7 @@ def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
 
 def made(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, symmetric: bool, order: Tensor | None = None
-) -> Int8Rows | Int4Rows:
+) -> Any:
     """The canonical weight of codes[N, K] and scales, zeros[N, G]; None, as of `symmetric`: the middle of the codes.
 
     order: the inputs sorted by their groups; codes are in the order of inputs.
@@ -191,6 +198,8 @@ def made(
     half = scales.half()  # which holds most bfloat16 scales too
     offset = None if zeros is None else zeros.to(torch.int8).contiguous()
     exact = torch.equal(half.float(), scales.float())
+    if bits == 3:
+        return Int3Rows(int3_linear.pack(codes), half if exact else scales.float(), offset, order=order)
     return Int4Rows(int4.pack(codes), half if exact else scales.float(), offset, order=order)
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows
+from accelpatch.kernels.layouts.row_major import Int3Rows, Int4Rows, Int8Rows
+from accelpatch.kernels.ops.linear import int3_linear
 from accelpatch.quant import int4
 
 AWQ_FIELDS = (0, 2, 4, 6, 1, 3, 5, 7)  # field i of a word holds this column of eight
@@ -24,6 +25,7 @@ WORD = 32
 SYMMETRIC = "quantise by a recipe whose int4_weight_only has options: {symmetric: true}"
 #: what GPTQ's first version takes off every zero point, in whole words
 LESS_ONE = {4: 0x11111111, 8: 0x01010101}
+THREE = 32  # codes of 3 bits that lie in whole words together
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,38 +47,41 @@ class Coded:
         return torch.full(self.scale.shape, 1 << (self.bits - 1), dtype=torch.uint8) if self.zero is None else self.zero
 
 
-def zero_points(scale: Tensor, offset: Tensor | None) -> Tensor | None:
-    """The zero points [N, G] uint8 of a 4-bit weight; None where it is symmetric. offset: integers, or float minima.
+def zero_points(scale: Tensor, offset: Tensor | None, bits: int = 4) -> Tensor | None:
+    """The zero points [N, G] uint8 of a weight; None where it is symmetric. offset: integers, or float minima.
 
-    Raises KernelError where a minimum is not exactly -zero scale with an integer zero from 0 to 15.
+    Raises KernelError where a minimum is not exactly -zero scale with an integer zero that has so many bits.
     """
+    most = (1 << bits) - 1
     if offset is None:
         return None
     if not offset.is_floating_point():
-        if int(offset.min()) < 0 or int(offset.max()) > 15:
+        if int(offset.min()) < 0 or int(offset.max()) > most:
             raise KernelError(
-                f"zero points from {int(offset.min())} to {int(offset.max())}, and four bits have 0 to 15"
+                f"zero points from {int(offset.min())} to {int(offset.max())}, and {bits} bits have 0 to {most}"
             )
         return offset.to(torch.uint8)
     wide, minimum = scale.float(), offset.float()
-    zero = (-minimum / torch.where(wide == 0, 1.0, wide)).round().clamp_(0, 15)
+    zero = (-minimum / torch.where(wide == 0, 1.0, wide)).round().clamp_(0, most)
     if not torch.equal(-zero * wide, minimum):
         raise KernelError(f"float minima, and other formats have integer zero points: {SYMMETRIC}")
     return zero.to(torch.uint8)
 
 
-def has_zero_points(scale: Tensor, offset: Tensor | None) -> bool:
-    """Whether a 4-bit weight has zero points besides the middle. Raises what `zero_points` raises."""
-    zero = zero_points(scale, offset)
-    return zero is not None and not bool((zero == 8).all())
+def has_zero_points(scale: Tensor, offset: Tensor | None, bits: int = 4) -> bool:
+    """Whether a weight has zero points besides the middle. Raises what `zero_points` raises."""
+    zero = zero_points(scale, offset, bits)
+    return zero is not None and not bool((zero == 1 << (bits - 1)).all())
 
 
-def coded(weight: Int8Rows | Int4Rows, group_size: int | None) -> Coded:
+def coded(weight: Int8Rows | Int4Rows | Int3Rows, group_size: int | None) -> Coded:
     """A weight-only quantised weight[N, K], its groups cut into ones of `group_size`, which divides; None: rows."""
-    bits, order, k = 8 // weight.per_byte, weight.order, weight.k
+    bits, order, k = weight.bits, weight.order, weight.k
     group_size = group_size or k
     if isinstance(weight, Int4Rows):
         codes, zero = int4.unpack(weight.w).to(torch.uint8), zero_points(weight.scale, weight.offset)
+    elif isinstance(weight, Int3Rows):
+        codes, zero = int3_linear.unpack(weight.w).to(torch.uint8), zero_points(weight.scale, weight.offset, bits)
     else:
         codes, zero = (weight.w.to(torch.int16) + 128).to(torch.uint8), None
     times = k // group_size // weight.scale.shape[1]
@@ -102,7 +107,9 @@ def _without_zero_scales(weight: Coded, group_size: int) -> Coded:
 def gptq(weight: Coded, first_version: bool) -> dict[str, Tensor]:
     """The tensors of a linear layer of GPTQ. first_version: v1, whose zero points are less one."""
     k, bits = weight.codes.shape[1], weight.bits
-    zeros = packed(weight.zeros.t(), bits).long() - (LESS_ONE[bits] if first_version else 0)
+    zeros = packed(weight.zeros.t(), bits).long() - (LESS_ONE.get(bits, 0) if first_version else 0)
+    if bits == 3 and first_version:  # whose words have no fields of their own
+        zeros = packed(weight.zeros.t().to(torch.int16) - 1 & 7, bits).long()
     groups = weight.groups
     if groups is None:
         groups = torch.arange(k, dtype=torch.int32) // (k // weight.scale.shape[1])
@@ -157,7 +164,11 @@ def half(scale: Tensor) -> Tensor:
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """int32 words [rows, columns bits / 32, rounded up] of codes[rows, columns], the low field first."""
+    """int32 words [rows, columns bits / 32, rounded up] of codes[rows, columns], the low field first; of 3 bits 32
+    codes in three words, bit after bit."""
+    if bits == 3:
+        filled = torch.nn.functional.pad(codes, (0, -codes.shape[1] % THREE))
+        return int3_linear.pack(filled).view(torch.int32)
     fields = WORD // bits
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % fields))
     words = torch.zeros(len(codes), padded.shape[1] // fields, dtype=torch.int32)

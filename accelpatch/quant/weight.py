@@ -56,10 +56,10 @@ def check_held(
     zero_code: what q holds for a value of zero, where there is no offset; None where a scale of zero may have any
     codes. An offset is of a scale's dtypes, or int8.
     """
-    tensors, per_byte = held.tensors(), held.per_byte
+    tensors, bits = held.tensors(), held.bits
     q, scale, offset = tensors["q"], tensors["scale"], tensors.get("offset")
-    if q.dtype not in codes or n is None or k is None or list(q.shape) != [n, k // per_byte]:
-        raise KernelError(f"q is {q.dtype} {list(q.shape)}, and {codes[0]} {[n, (k or 0) // per_byte]} belongs here")
+    if q.dtype not in codes or n is None or k is None or list(q.shape) != [n, k * bits // 8]:
+        raise KernelError(f"q is {q.dtype} {list(q.shape)}, and {codes[0]} {[n, (k or 0) * bits // 8]} belongs here")
     for name, one in (("scale", scale), ("offset", offset)):
         if one is None:
             continue

@@ -11,6 +11,7 @@ from accelpatch.errors import RecipeError
 from accelpatch.recipe.recipe import Match, Recipe, Rule, load
 
 ROUNDED = (
+    "int3_weight_only",
     "int4_weight_only",
     "int8_weight_only",
     "int4_experts",
@@ -26,7 +27,7 @@ METHODS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = MappingProx
         "gptq+awq": (GPTQ, {"alpha": "search"}),
     }
 )
-BITS: Mapping[int, str] = MappingProxyType({4: "int4", 8: "int8"})  # -> the bundled recipe
+BITS: Mapping[int, str] = MappingProxyType({3: "int3", 4: "int4", 8: "int8"})  # -> the bundled recipe
 NORMS = Match(role=("norm",), cls=("LayerNorm", "CohereLayerNorm", "Cohere2LayerNorm"))
 TEXT: Mapping[str, int] = MappingProxyType({"samples": 64, "length": 256})
 

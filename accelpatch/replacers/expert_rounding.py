@@ -76,6 +76,18 @@ def rounded_experts(entry: Entry, hessians: ExpertHessians) -> tuple[dict[str, T
     return made, unreached
 
 
+def nearest_experts(entry: Entry) -> dict[str, Tensor]:
+    """The same with all of them rounded to the nearest values."""
+    replacer, choice, made = cast(Any, entry.replacer), cast(Any, entry.choice), dict[str, Tensor]()
+    for name, group in zip((UP, DOWN), choice.detail["groups"], strict=True):
+        weight = entry.site.original._parameters[name]
+        assert weight is not None
+        rows = rows_of(choice.detail["form"], name, weight.detach())
+        each = stacked([replacer.quantized(one, group, choice) for one in rows])
+        made |= {f"{name}_{part}": one for part, one in each.items() if one is not None}
+    return made
+
+
 def _rounded(
     replacer: CalibratedReplacer, rows: Tensor, detail: Mapping[str, Any], group: int, hessian: Tensor
 ) -> Int4Rows | Int8Rows:

@@ -104,7 +104,7 @@ def rounded(
             work.make(paths, observed)
             if kept is not None:
                 kept.keep(block, work.made(block))
-        with _written(work.floats(paths)):
+        with written(work.floats(paths)):
             runner.run(block, True, step)
     return work.found, work.notes()
 
@@ -201,7 +201,7 @@ class _Work:
         for path in paths:
             stats, entry = self._of(path), self.entries[path]
             if stats.rounded is not None:
-                made += floats_of(entry, stats.rounded) if _of_experts(entry) else [_floats(entry, stats)]
+                made += floats_of(entry, stats.rounded) if _of_experts(entry) else [floats_of_linear(entry, stats)]
         return made
 
     def made(self, block: str) -> dict[str, dict[str, Tensor]]:
@@ -248,7 +248,7 @@ def _tensors(stats: SiteStatistics) -> dict[str, Tensor]:
     return {**smoothing, **(weight or {})}
 
 
-def _floats(entry: Entry, stats: SiteStatistics) -> tuple[nn.Parameter, Tensor]:
+def floats_of_linear(entry: Entry, stats: SiteStatistics) -> tuple[nn.Parameter, Tensor]:
     """A linear layer's weight without the smoothing."""
     full = dequantize(stats.rounded)
     full = full if stats.factors is None else full / stats.factors.to(full.device)
@@ -260,7 +260,7 @@ def _floats(entry: Entry, stats: SiteStatistics) -> tuple[nn.Parameter, Tensor]:
 
 
 @contextmanager
-def _written(weights: Sequence[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
+def written(weights: Sequence[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
     """Context manager in which parameters have other values."""
     kept = [parameter.data for parameter, _ in weights]
     try:

@@ -21,7 +21,7 @@ NATIVE = "cpu"  # the implementation over packs, the native CPU layout
 CPU_LIBRARY = "cpu"
 HIP = "hip"
 ON_GPU = {"int4_linear": "tiled_int4_linear"}  # operation -> the one over the GPU kernels' layout
-PER_BYTE = {"int8_linear": 1, "int4_linear": 2}  # values of a byte
+BITS = {"int8_linear": 8, "int4_linear": 4, "int3_linear": 3}  # of a value
 LIBRARIES = {"int8_linear": int8_linear.libraries, "tiled_int4_linear": tiled_int4_linear.libraries}
 INT4_SCALE = 2  # bytes per scale: float16
 
@@ -64,7 +64,7 @@ def scale_dtype(op: str, kind: str) -> torch.dtype:
     """The dtype that a weight's scales usually have."""
     if kind in CODEBOOKS:
         return dtype_of(kind)
-    return torch.float16 if "int4" in op else torch.float32
+    return torch.float16 if "int4" in op or "int3" in op else torch.float32
 
 
 def slower(kernel: str, device: Device) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor, nn
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels.codebooks import E8M0, MXFP4_GROUP
-from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows, RowMajor
+from accelpatch.kernels.layouts.row_major import Int3Rows, Int4Rows, Int8Rows, RowMajor
 from accelpatch.modules.quantized_linear import (
     CodebookLinear,
+    Int3WeightOnlyLinear,
     Int4WeightOnlyLinear,
     Int8Embedding,
     Int8WeightOnlyLinear,
@@ -22,18 +24,18 @@ from accelpatch.modules.quantized_linear import (
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
-from accelpatch.quant import codebook, gptq, int4, int8
+from accelpatch.quant import codebook, gptq, int3, int4, int8
 from accelpatch.quant.smoothing import SiteStatistics
 from accelpatch.quant.weight import check_held
 from accelpatch.replacers.calibrated import CALIBRATED, CalibratedReplacer, how_of
 from accelpatch.replacers.proposing import LinearReplacer
 from accelpatch.replacers.weight_kernels import (
+    BITS,
     HIP,
     INT4_SCALE,
     INT8_SCALE,
     NATIVE,
     ON_GPU,
-    PER_BYTE,
     bias_bytes,
     dividing,
     kernel_for,
@@ -44,6 +46,7 @@ from accelpatch.replacers.weight_kernels import (
     weight_of,
 )
 
+NO_GPU_KERNEL = "no GPU kernel reads 3 bits, and torch would dequantise the weight at every call: use int4 there"
 OFFSET_BYTES = {"none": 0, "minimum": 2, "zero_point": 1}
 
 
@@ -79,18 +82,18 @@ class WeightOnly(CalibratedReplacer, LinearReplacer):
         return stored_bytes(self.dtypes[0], kernel)
 
     def of_matrix(self, site: Site, n: int, k: int, options: Mapping[str, Any], device: Device) -> Choice | Reason:
-        wanted, per_byte = options.get("group_size", self.wanted), PER_BYTE[self.op]
+        wanted, bits = options.get("group_size", self.wanted), BITS[self.op]
         groups = dividing(wanted, k, site.whole_k)
         if not groups:
             return Reason(f"K = {k} is a multiple of none of the group sizes {wanted}")
-        if k % per_byte:
-            return Reason(f"K = {k} is odd, and a byte holds two values")
+        if k * bits % 8 or (bits == 3 and k % 8):
+            return Reason(f"K = {k} values of {bits} bits do not fill whole bytes")
         op = "int8_embedding" if isinstance(site.original, nn.Embedding) else self.op
         kept, how = self.kept(options), how_of(options)
         kind = self.kind(kept)
         found = [(group, *kernel_for(op, site, device, group, kind)) for group in groups]
         group, kernel, note, spec = next((one for one in found if one[1] in (NATIVE, HIP)), found[0])
-        resident = n * k // per_byte + n * (k // group) * self.scale_bytes(kept, kernel) + bias_bytes(site)
+        resident = n * k * bits // 8 + n * (k // group) * self.scale_bytes(kept, kernel) + bias_bytes(site)
         return Choice(
             kernel, site.token_bytes, token_bytes(site, resident), resident, {"group_size": group} | kept | how, note,
             libraries=libraries(kernel, ON_GPU.get(self.op, self.op), site, device, group, kind),
@@ -104,10 +107,10 @@ class WeightOnly(CalibratedReplacer, LinearReplacer):
         return self._module(site.original, weight, choice, stats)
 
     def weight(self, choice: Choice, parts: Mapping[str, Tensor | None]) -> RowMajor:
-        return Int4Rows.of(parts, codes=self.codes) if PER_BYTE[self.op] > 1 else Int8Rows.of(parts)
+        return Int4Rows.of(parts, codes=self.codes) if BITS[self.op] == 4 else Int8Rows.of(parts)
 
     def restore(self, site: Site, choice: Choice, held: Any) -> nn.Module:
-        zero = 0 if PER_BYTE[self.op] == 1 else None if self.codes else int4.ZERO_CODE
+        zero = {8: 0, 4: None if self.codes else int4.ZERO_CODE}.get(BITS[self.op])
         check_held(held, site.n, site.k, (torch.int8,), self.dtypes, zero)
         if isinstance(self.wanted, int) and held.k != self.wanted * held.scale.shape[1]:
             raise KernelError(f"scale is {list(held.scale.shape)}, and one for each {self.wanted} values belongs here")
@@ -172,7 +175,9 @@ class Int4WeightOnly(WeightOnly):
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {
         "group_size": (int, list), "symmetric": (bool,), "zero_point": (bool,), **CALIBRATED
     }  # fmt: skip
-    module, op, wanted = Int4WeightOnlyLinear, "int4_linear", [128, 64, 32]
+    module: ClassVar[type[QuantizedModule]] = Int4WeightOnlyLinear
+    op: ClassVar[str] = "int4_linear"
+    wanted: ClassVar[Any] = [128, 64, 32]
     dtypes = (torch.float16, torch.float32)
 
     def kept(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,6 +198,27 @@ class Int4WeightOnly(WeightOnly):
 
     def grid(self, detail: Mapping[str, Any]) -> gptq.Grid:
         return int4.Int4Grid(self.kind(detail))
+
+
+class Int3WeightOnly(Int4WeightOnly):
+    """3-bit weights in groups along K, with offsets as those of 4 bits."""
+
+    name = "int3_weight_only"
+    module, op = Int3WeightOnlyLinear, "int3_linear"
+
+    def of_matrix(self, site: Site, n: int, k: int, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        made = super().of_matrix(site, n, k, options, device)
+        return made if isinstance(made, Reason) or device.kind == "cpu" else replace(made, slower=NO_GPU_KERNEL)
+
+    def quantized(self, weight: Tensor, detail: Mapping[str, Any]) -> RowMajor:
+        options = {name: detail[name] for name in ("group_size", "symmetric", "zero_point") if name in detail}
+        return int3.quantize(weight, **options)
+
+    def grid(self, detail: Mapping[str, Any]) -> gptq.Grid:
+        return int3.Int3Grid(self.kind(detail))
+
+    def weight(self, choice: Choice, parts: Mapping[str, Tensor | None]) -> RowMajor:
+        return Int3Rows.of(parts)
 
 
 class NF4WeightOnly(WeightOnly):
@@ -224,5 +250,5 @@ class MXFP4WeightOnly(NF4WeightOnly):
 
 
 FORMATS: tuple[type[WeightOnly], ...] = (
-    Int8WeightOnly, Int4WeightOnly, NF4WeightOnly, FP4WeightOnly, MXFP4WeightOnly
+    Int8WeightOnly, Int4WeightOnly, Int3WeightOnly, NF4WeightOnly, FP4WeightOnly, MXFP4WeightOnly
 )  # fmt: skip

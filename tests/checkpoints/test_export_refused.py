@@ -26,7 +26,12 @@ REFUSED: dict[str, tuple[Any, str, str, str]] = {
     "float minima": ("int4", "llama", "gptq", "has float minima, and other formats have integer zero points"),
     "names the option": ("int4", "llama", "compressed-tensors", "options: {symmetric: true}"),
     "8 bits in awq": ("int8", "llama", "awq", "is int8, and awq holds int4: compressed-tensors and gptq do"),
-    "w8a8 in gptq": ("smoothquant", "llama", "gptq", "is w8a8, and gptq holds int4, int8: compressed-tensors does"),
+    "w8a8 in gptq": (
+        "smoothquant",
+        "llama",
+        "gptq",
+        "is w8a8, and gptq holds int3, int4, int8: compressed-tensors does",
+    ),
     "fp8 in awq": ("fp8", "llama", "awq", "is fp8, and awq holds int4"),
     "nothing quantised": ("exact", "llama", "gptq", "no quantised linear layer (recipe exact)"),
     "whole layers": ("smoothquant-opt", "opt", "compressed-tensors", "is replaced by int8_opt"),

@@ -111,7 +111,7 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
 OF_K = load_file(ROOT / GPTQ / "model.safetensors")
 SCALES = OF_K[f"{K_PROJ}.scales"]
 BAD: dict[str, tuple[str, Any, Any, str]] = {
-    "bits-3": (GPTQ, {"bits": 3}, None, "bits 3"),
+    "bits-2": (GPTQ, {"bits": 2}, None, "bits 2"),
     "bits-text": (GPTQ, {"bits": "4"}, None, "bits '4'"),
     "group-0": (GPTQ, {"group_size": 0}, None, "group_size 0"),
     "group-no-divisor": (AWQ, {"group_size": 48}, None, "it cannot be here"),

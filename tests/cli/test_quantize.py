@@ -200,3 +200,40 @@ def test_methods_that_cannot_be(cli: Cli, model: str, tmp_path: Path, options: t
     assert result.exit_code != 0
     assert words in " ".join(result.stderr.replace("│", " ").split())
     assert not (tmp_path / "out").exists()
+
+
+def test_bits_within_a_budget(cli: Cli, model: str, tmp_path: Path) -> None:
+    out, again = tmp_path / "out", tmp_path / "again"
+    text = tmp_path / "text.txt"
+    text.write_text("The sea is wide and the ship is small, said the captain. " * 40)
+    options = ("--budget", "5.2bits", "--data", str(text))
+    result = cli("quantize", model, *options, "--method", "rtn", "--out", str(out))
+    assert result.exit_code == 0, result.stderr
+    written = (out / "recipe.yaml").read_text()
+    assert written.startswith("# Chosen: ")
+    assert "8-bits" in written
+    assert "statistics or data were given" not in result.stdout
+    assert cli("run", str(out), *SHORT).exit_code == 0
+    assert cli("quantize", model, "--recipe", str(out / "recipe.yaml"), "--out", str(again)).exit_code == 0
+    assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "again", "text.txt"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        pytest.param(["--budget", "small"], "such as 4.5bits", id="no number"),
+        pytest.param(["--budget", "2bits"], "below the", id="below the smallest format"),
+    ],
+)
+def test_a_budget_that_cannot_be(cli: Cli, model: str, tmp_path: Path, options: list[str], words: str) -> None:
+    result = cli("quantize", model, *options, "--out", str(tmp_path / "out"))
+    assert result.exit_code == 1
+    assert words in result.stderr.replace("\n", " ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_budget_and_bits_contradict_each_other(cli: Cli, model: str, tmp_path: Path) -> None:
+    result = cli("quantize", model, "--budget", "5bits", "--bits", "4", "--out", str(tmp_path / "out"))
+    assert result.exit_code == 2
+    assert "a budget chooses" in result.stderr.replace("\n", " ")

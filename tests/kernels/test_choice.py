@@ -54,6 +54,7 @@ CALLS: dict[str, Spec] = {
     "int8_linear": asked("int8_linear", 1, K),
     "int8_linear, groups": asked("int8_linear", 1, 128),
     "int4_linear": asked("int4_linear", 1, 128),
+    "int3_linear": asked("int3_linear", 1, 128),
     "tiled_int4_linear": asked("tiled_int4_linear", 1, 128),
     "tiled_int4_linear, 64": asked("tiled_int4_linear", 1, 64),
     "block_linear": asked("block_linear", 1, 32),

@@ -17,7 +17,7 @@ from accelpatch.recipe.schema import Units
 
 ROOT = Path(__file__).parents[2]
 BUNDLED = (
-    "compact", "exact", "flash", "fp8", "gguf", "int4", "int4-awq", "int4-gptq", "int8", "smoothquant",
+    "compact", "exact", "flash", "fp8", "gguf", "int3", "int4", "int4-awq", "int4-gptq", "int8", "smoothquant",
     "smoothquant-opt", "smoothquant-static", "train",
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ IMPORTS: dict[str, tuple[str, str]] = {
     # cache: converted checkpoints are published there
     "models": ("errors cache own_code", "transformers huggingface_hub gguf safetensors"),
     "patching": ("recipe device report progress own_code errors", "lm_eval"),  # lm_eval: scores, an optional package
-    "replacers": ("patching modules quant kernels models.family device own_code errors", ""),
+    "replacers": ("patching recipe modules quant kernels models.family device own_code errors", ""),
     "fusion": (
         "patching modules quant kernels models.family models.encoders models.encoder_decoders models.multimodal device "
         "own_code errors",
@@ -50,7 +50,8 @@ IMPORTS: dict[str, tuple[str, str]] = {
         "",
     ),
     "from_files": (
-        "errors kernels device progress recipe quant models patching checkpoints report pipeline in_memory",
+        "errors kernels device progress recipe quant models patching replacers.mixed_bits checkpoints report pipeline "
+        "in_memory",
         "",
     ),
     "adapters": ("errors progress models patching checkpoints in_memory from_files", "peft"),

@@ -10,7 +10,10 @@ from torch import Tensor
 from accelpatch.kernels.codebooks import CODEBOOKS, E8M0
 from accelpatch.kernels.layouts.cpu_pack import FORMS, Pack
 
-FORMATS = ("int8", "int8-group32", "int8-group64", "int4", "int4-group32", "int4-minimum64", "int4-minimum-half32")
+FORMATS = (
+    "int8", "int8-group32", "int8-group64", "int4", "int4-group32", "int4-minimum64", "int4-minimum-half32",
+    "int3-group32", "int3-minimum-half64", "int3-zero32",
+)  # fmt: skip
 ZEROS = ("int4-zero", "int4-zero32", "int4-zero-half64", "int4-zero-order-half32", "int4-zero-half16")
 TABLES = ("nf4", "nf4-half64", "fp4-group32", "fp4-order64", "e2m1-group32")
 SIXTEEN = ("int8-group16", "int4-group16", "int4-minimum-half16")
@@ -18,6 +21,11 @@ FOREIGN = (*ZEROS, *TABLES, *SIXTEEN, "Q4_K", "Q6_K", "int8-order")
 GROUPS = {"Q4_K": 32, "Q6_K": 16}
 
 Canonical = tuple[Tensor, Tensor, Any, Tensor | None, Tensor]
+
+
+def bits_of(format_: str) -> int:
+    """Of a code."""
+    return 8 if "int8" in format_ else 3 if "int3" in format_ else 4
 
 
 def group_of(format_: str) -> int | None:
@@ -42,7 +50,7 @@ def canonical(format_: str, m: int, n: int, k: int, dtype: torch.dtype = torch.f
         scale = scale.to(E8M0)
     if "half" in format_:
         scale, offset = scale.half(), offset.half() if "minimum" in format_ else offset
-    q = torch.randint(-128, 128, (n, k // 2), generator=g, dtype=torch.int8)
+    q = torch.randint(-128, 128, (n, k * bits_of(format_) // 8), generator=g, dtype=torch.int8)
     return x, q, scale, offset, bias
 
 
@@ -62,9 +70,10 @@ def packed(format_: str, q: Tensor, scale: Any, offset: Tensor | None) -> Pack:
     if format_ in GROUPS:
         return Pack.of_blocks(q, q.shape[1] // FORMS[format_][1] * 256, format_)
     codes = next((codes for codes in CODEBOOKS if format_.startswith(codes)), "")
-    k = q.shape[1] * (1 if "int8" in format_ else 2)
+    bits = bits_of(format_)
+    k = q.shape[1] * 8 // bits
     order = torch.randperm(k, generator=torch.Generator().manual_seed(5)) if "order" in format_ else None
-    return Pack.pack(q, scale, offset, bits=8 if "int8" in format_ else 4, codes=codes, order=order)
+    return Pack.pack(q, scale, offset, bits=bits, codes=codes, order=order)
 
 
 def operands(

@@ -164,7 +164,7 @@ def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: 
     if op in ("flash_attention", "tiled_int4_linear"):
         return (random_attention if op == "flash_attention" else random_tiles)(rng, generator, dtype)
     m, n, k, groups = rng.choice(M), rng.randint(1, 70), rng.randint(1, 70), rng.choice((1, 2, 3))
-    k = 2 * groups * k if op == "int4_linear" else groups * k
+    k = {"int4_linear": 2, "int3_linear": 8}.get(op, 1) * groups * k
     x, scale, bias = (
         torch.randn(m, k, generator=generator).to(dtype),
         torch.rand(n, groups, generator=generator) / 100,
@@ -185,6 +185,8 @@ def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: 
         zero = torch.randint(0, 16, (n, groups), generator=generator, dtype=torch.int32)
         codes = rng.choice(("", "nf4", "fp4"))
         return x, q[:, ::2].contiguous(), scale, None if codes else rng.choice((None, minimum, zero)), codes, bias
+    if op == "int3_linear":
+        return x, q[:, : k // 8 * 3].contiguous(), scale, rng.choice((None, -4 * scale, scale.mul(799).char())), bias
     if op == "int8_embedding":
         return torch.randint(0, n, (m, 3), generator=generator), q, scale, dtype
     if op in ("rmsnorm", "add_rmsnorm", "rmsnorm_add", "add_layernorm", "reorder"):

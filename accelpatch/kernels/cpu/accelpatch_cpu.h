@@ -17,7 +17,7 @@ extern "C" {
 enum { AP_OK = 0, AP_BAD_ARGUMENT = 1, AP_NO_MEMORY = 2, AP_UNSUPPORTED = 3 };
 enum { AP_ISA_PORTABLE = 0, AP_ISA_AVX2 = 1, AP_ISA_AVX512 = 2, AP_ISA_DOTPROD = 3 };
 enum { AP_FLOAT32 = 0, AP_BFLOAT16 = 1, AP_FLOAT16 = 2 };         /* element types of x and y */
-enum { AP_NO_OFFSET = 0, AP_MINIMUM = 1, AP_ZERO_POINT = 2 };     /* of AP_INT4 */
+enum { AP_NO_OFFSET = 0, AP_MINIMUM = 1, AP_ZERO_POINT = 2 };     /* of AP_INT4 and AP_INT3 */
 enum { AP_SILU = 0, AP_GELU = 1, AP_GELU_TANH = 2, AP_RELU = 3 }; /* activations */
 enum {
     AP_DENSE = 0,
@@ -26,19 +26,21 @@ enum {
     AP_W8A8 = 3,
     AP_TABLE = 4,
     AP_Q4_K = 5,
-    AP_Q6_K = 6
+    AP_Q6_K = 6,
+    AP_INT3 = 7
 }; /* kinds of a weight */
 enum { AP_MAX_BATCH = 8, AP_MAX_THREADS = 64, AP_ROWS = 16 };
 
 /* A weight. AP_DENSE: data is float32 [n, k]. The others: data is a pack (see layout.h).
  * group: how many k share a scale: k itself (one scale a row), or a multiple of 16 that divides k; 32 of AP_Q4_K, 16 of
- * AP_Q6_K, whose k is a multiple of 256.
+ * AP_Q6_K, whose k is a multiple of 256; of AP_INT3 a multiple of 32.
  * AP_W8A8: the bytes of an AP_INT8 pack with one scale a row, for activations in int8 (quantize_rows.h).
  * AP_TABLE: w = table[u] * scale, u of 4 bits. AP_Q4_K, AP_Q6_K: the formats of GGUF, with their own bits. */
 typedef struct {
     int32_t kind;
     int32_t half_scales; /* 1: the pack holds its scales (and minimums) as float16, exactly; AP_Q4_K and AP_Q6_K: 1 */
-    int32_t offset;      /* AP_INT4: w = (u - 8) * scale, u * scale + minimum or (u - zero point) * scale; others: 0 */
+    int32_t offset;      /* AP_INT4: w = (u - 8) * scale, u * scale + minimum or (u - zero point) * scale; AP_INT3: the
+                            same with u - 4; others: 0 */
     float input_scale;   /* AP_W8A8: the static scale of its input; 0: each row of x has its own */
     int64_t n, k, group;
     const void* data;
@@ -60,7 +62,8 @@ void ap_use_team(void* parallel, void* number, void* count);
  */
 int64_t ap_pack_bytes(const ap_linear* shape);
 /* q: int8 [n, k], or packed nibbles [n, k / 2] with the even k in the low nibble; scale, and offset where it is a
- * minimum: float32 [n, k / group]; zero points: uint8. AP_Q4_K, AP_Q6_K: q is rows of blocks as in a file, scale NULL.
+ * minimum: float32 [n, k / group]; zero points: uint8. AP_INT3: codes of 3 bits in rows of 3 k / 8 bytes, low bits
+ * first. AP_Q4_K, AP_Q6_K: q is rows of blocks as in a file, scale NULL.
  */
 int ap_pack(const ap_linear* shape, const void* q, const float* scale, const void* offset, void* pack);
 int ap_unpack(const ap_linear* shape, const void* pack, void* q, float* scale, void* offset);

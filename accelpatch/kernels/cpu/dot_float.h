@@ -38,11 +38,29 @@ template <int M, int R> AP_INLINE void multiply(Sums<M, R>& s, const vf* w, cons
         for (int m = 0; m < M; m++) s.dot[r][m] = fma(w[r], v[m], s.dot[r][m]);
 }
 
-// Codes less their centre. ZERO: of AP_INT4, which is then the zero point, so that no second term cancels the first.
+// Codes less their centre. ZERO: of those with an offset, which is then the zero point, so that no second term cancels
+// the first.
 template <int KIND, bool ZERO> AP_INLINE vf centred(vi u, vi zero, const Table& table) {
     if constexpr (KIND == AP_TABLE) return look_up(table, u);
     else if constexpr (ZERO) return __builtin_convertvector(u - zero, vf);
     else return __builtin_convertvector(u - kCentre<KIND>, vf);
+}
+
+// Of AP_INT3: 8 vectors of 4 k for each 32 k.
+template <int M, int R, int KIND, bool ZERO>
+AP_INLINE void multiply_three(Sums<M, R>& s, const uint8_t* w, const vi* zero, const Table& table, const float* x,
+    int64_t stride, int64_t count) {
+    for (int64_t k = 0; k < count; k += 32, w += 192) {
+        for (int v = 0; v < 8; v++) {
+            vf made[R];
+            for (int r = 0; r < R; r++) {
+                const uint8_t* p = w + r * kRows * 4;
+                const vi code = (bytes(p + v / 4 * 64) >> (v % 4 * 2) & 3) | (bytes(p + 128) >> v & 1) << 2;
+                made[r] = centred<KIND, ZERO>(code, zero[r], table);
+            }
+            multiply<M, R>(s, made, x + k + 4 * v, stride);
+        }
+    }
 }
 
 template <int M, int R, int KIND, bool ZERO>
@@ -51,6 +69,7 @@ AP_INLINE void multiply_chain(Sums<M, R>& s, const uint8_t* w, const float* zero
     vi zero[R] = {};
     if constexpr (ZERO)
         for (int r = 0; r < R; r++) zero[r] = __builtin_convertvector(four_times(zeros + r * kRows), vi);
+    if constexpr (KIND == AP_INT3) return multiply_three<M, R, KIND, ZERO>(s, w, zero, table, x, stride, count);
     for (int64_t k = 0; k < count; k += KIND == AP_INT8 ? 4 : 8) {
         vf low[R], high[R];
         for (int r = 0; r < R; r++) {
@@ -80,8 +99,7 @@ template <int KIND> AP_INLINE void read_rows(const ap_linear& w, const Place& p,
         const vf scale = group_scale<KIND>(w, p.header, p.at, v);
         store(rows.scale + v * kLanes, scale);
         if (has_low<KIND>(w)) store(rows.middle + v * kLanes, group_middle<KIND>(w, p.header, p.at, v, scale));
-        if (KIND == AP_INT4 && w.offset == AP_ZERO_POINT)
-            store(rows.zero + v * kLanes, group_zero<KIND>(w, p.header, v));
+        if (kCodes<KIND> && w.offset == AP_ZERO_POINT) store(rows.zero + v * kLanes, group_zero<KIND>(w, p.header, v));
     }
 }
 
@@ -113,8 +131,8 @@ AP_INLINE void add_chain(const uint8_t* w, const Rows& rows, const ap_linear& s,
     const int64_t stride = KIND == AP_TABLE ? a.x_stride : a.stride;
     const uint8_t* codes = w + row * 4;
     const float* given = x + token * stride + k;
-    if (KIND == AP_INT4 && s.offset == AP_ZERO_POINT)
-        multiply_chain<M, R, KIND, KIND == AP_INT4>(sums, codes, rows.zero + row, table, given, stride, count);
+    if (kCodes<KIND> && s.offset == AP_ZERO_POINT)
+        multiply_chain<M, R, KIND, kCodes<KIND>>(sums, codes, rows.zero + row, table, given, stride, count);
     else multiply_chain<M, R, KIND, false>(sums, codes, nullptr, table, given, stride, count);
     if (!has_low<KIND>(s)) {
         for (int r = 0; r < R; r++)
@@ -146,8 +164,8 @@ void dot_float(
             const int64_t chain = has_low<KIND>(w) ? kBlockChain : kChain;
             for (int64_t k = 0; k < l.group; k += chain) {
                 const int64_t count = l.group - k < chain ? l.group - k : chain;
-                add_chain<M, R, KIND>(p.codes + k * (KIND == AP_INT8 ? 16 : 8), rows, w, table, a, token,
-                    g * l.group + k, count, row, total);
+                add_chain<M, R, KIND>(
+                    p.codes + k * kRowsBytes<KIND>, rows, w, table, a, token, g * l.group + k, count, row, total);
             }
         }
         for (int r = 0; r < R; r++) {

@@ -18,8 +18,7 @@ template <int M, int R, int KIND> AP_INLINE void begin(LimbSums<M, R>& s, const 
     for (int m = 0; m < M; m++)
         for (int p = 0; p < kLimbs; p++)
             for (int r = 0; r < R; r++)
-                s.limb[r][m][p] =
-                    vdupq_n_s32(KIND == AP_INT8 ? 0 : block[m * stride].start4[p] * (KIND == AP_Q6_K ? 4 : 1));
+                s.limb[r][m][p] = vdupq_n_s32(KIND == AP_INT8 ? 0 : block[m * stride].start4[p] / 8 * kCentre<KIND>);
 }
 
 // weights: R vectors of 4 rows. x: the limbs of their 4 k, for each token `stride` bytes on.
@@ -37,6 +36,23 @@ AP_INLINE void multiply(LimbSums<M, R>& s, const int8x16_t* weights, const int8_
     }
 }
 
+// Of AP_INT3: 8 vectors of 4 k for each 32 k.
+template <int M, int R>
+AP_INLINE void multiply_three(LimbSums<M, R>& s, const uint8_t* w, const int8_t* x, int64_t stride, int64_t count) {
+    for (int64_t k = 0; k < count; k += 32, w += 192, x += 128) {
+        __builtin_prefetch(w + kBytesAhead);
+        for (int v = 0; v < 8; v++) {
+            int8x16_t codes[R];
+            for (int r = 0; r < R; r++) {
+                const uint8x16_t two = vshlq_u8(vld1q_u8(w + v / 4 * 64 + 16 * r), vdupq_n_s8(int8_t(-(v % 4 * 2))));
+                const uint8x16_t bit = vshlq_u8(vld1q_u8(w + 128 + 16 * r), vdupq_n_s8(int8_t(2 - v)));
+                codes[r] = vreinterpretq_s8_u8(vorrq_u8(vandq_u8(two, vdupq_n_u8(3)), vandq_u8(bit, vdupq_n_u8(4))));
+            }
+            multiply<M, R>(s, codes, x + v * 16, stride);
+        }
+    }
+}
+
 // `count` k of R vectors of rows, whose codes begin at w.
 template <int M, int R, int KIND>
 AP_INLINE void multiply_block(LimbSums<M, R>& s, const uint8_t* w, const int8_t* x, int64_t stride, int64_t count) {
@@ -50,6 +66,7 @@ AP_INLINE void multiply_block(LimbSums<M, R>& s, const uint8_t* w, const int8_t*
         }
         return;
     }
+    if (KIND == AP_INT3) return multiply_three<M, R>(s, w, x, stride, count);
     for (int64_t k = 0; k < count; k += 8) {
         __builtin_prefetch(w + kBytesAhead + k * 8);
         for (int r = 0; r < R; r++) {
@@ -104,7 +121,7 @@ void dot_limbs(
                 const int64_t count = l.group - k < a.width ? l.group - k : a.width;
                 LimbSums<M, R> sums;
                 begin<M, R, KIND>(sums, block, a.blocks);
-                const uint8_t* codes = p.codes + k * (KIND == AP_INT8 ? 16 : 8) + v * 16;
+                const uint8_t* codes = p.codes + k * kRowsBytes<KIND> + v * 16;
                 multiply_block<M, R, KIND>(sums, codes, x, stride, count);
                 for (int m = 0; m < M; m++) {
                     const Block& b = block[m * a.blocks];

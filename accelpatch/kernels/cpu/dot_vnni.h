@@ -14,7 +14,7 @@ template <int M, int KIND> AP_INLINE void begin(LimbSums<M>& s, const Block* blo
     for (int m = 0; m < M; m++) {
         const int32_t* start = KIND == AP_INT8 ? block[m * stride].start8 : block[m * stride].start4;
         for (int p = 0; p < kLimbs; p++)
-            s.limb[m][p] = _mm512_set1_epi32(KIND == AP_Q6_K ? start[p] * (kCentre<AP_Q6_K> / 8) : start[p]);
+            s.limb[m][p] = _mm512_set1_epi32(KIND == AP_INT8 ? start[p] : start[p] / 8 * kCentre<KIND>);
     }
 }
 
@@ -48,6 +48,30 @@ AP_INLINE void multiply_six(const uint8_t* w, const int8_t* x, int64_t stride, L
         multiply<M>(M == 1 ? odd : even,
             _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(both, 4), low), _mm512_and_si512(second, upper)),
             x + i * 32 + 16, stride);
+    }
+}
+
+// Fields of 16 bits shifted to the right, or to the left where `right` is negative; a constant once loops are unrolled.
+AP_INLINE __m512i moved(__m512i v, int right) {
+    typedef uint16_t Words __attribute__((vector_size(64)));
+    const auto words = reinterpret_cast<Words>(v);
+    return reinterpret_cast<__m512i>(right < 0 ? words << -right : words >> right);
+}
+
+// Of AP_INT3: 8 vectors of 4 k for each 32 k.
+template <int M>
+AP_INLINE void multiply_three(
+    const uint8_t* w, const int8_t* x, int64_t stride, int64_t count, LimbSums<M>& even, LimbSums<M>& odd) {
+    const __m512i low = _mm512_set1_epi8(3), one = _mm512_set1_epi8(4);
+    for (int64_t k = 0; k < count; k += 32, w += 192, x += 128) {
+        for (int i = 0; i < 3; i++)
+            _mm_prefetch(reinterpret_cast<const char*>(w) + kAhead<AP_INT3> + 64 * i, _MM_HINT_T0);
+        const __m512i upper = _mm512_loadu_si512(w + 128);
+        for (int v = 0; v < 8; v++) {
+            const __m512i two = moved(_mm512_loadu_si512(w + v / 4 * 64), v % 4 * 2), bit = moved(upper, v - 2);
+            const __m512i codes = _mm512_or_si512(_mm512_and_si512(two, low), _mm512_and_si512(bit, one));
+            multiply<M>(M == 1 && v % 2 ? odd : even, codes, x + v * 16, stride);
+        }
     }
 }
 
@@ -106,10 +130,11 @@ AP_INLINE void add_group(const ap_linear& w, const Layout& l, const Place& p, co
     if (MIDDLE) middle = group_middle<KIND>(w, p.header, p.at, 0, scale);
     for (int64_t k = 0; k < l.group; k += a.width, x += a.width * 4, block++) {
         const int64_t count = l.group - k < a.width ? l.group - k : a.width;
-        const uint8_t* weights = p.codes + k * (KIND == AP_INT8 ? 16 : 8);
+        const uint8_t* weights = p.codes + k * kRowsBytes<KIND>;
         LimbSums<M> even, odd = {};
         begin<M, KIND>(even, block, a.blocks);
         if (KIND == AP_Q6_K) multiply_six<M>(weights, x, stride, even, odd);
+        else if (KIND == AP_INT3) multiply_three<M>(weights, x, stride, count, even, odd);
         else if (KIND == AP_Q4_K) multiply_block<M, AP_INT4>(weights, x, stride, 32, even, odd);
         else if (count == 64) multiply_block<M, KIND>(weights, x, stride, 64, even, odd);
         else multiply_block<M, KIND>(weights, x, stride, count, even, odd);

@@ -3,7 +3,8 @@
 //   scale[16] (float32 or float16), minimum[16] or zero point[16] (a byte) where the format has one, then the weights:
 //   int8 and W8A8: [k / 4][16 rows][4 k] as q + 128: one 64-byte load is the unsigned operand of a VNNI product of 16
 //   rows and 4 k; int4 and tables: [k / 8][16 rows][4 bytes]: the low nibbles are the first 4 k, the high nibbles the
-//   next 4.
+//   next 4. int3: for each 32 k, [2][16 rows][4 bytes]: the low 2 bits of k i, 4 + i, 8 + i and 12 + i of a half in
+//   byte i; then [16 rows][4 bytes]: the upper bits of k i, 4 + i, ..., 28 + i in byte i.
 // Q4_K and Q6_K: the groups of a superblock of 256 k share a header.
 //   Q4_K: d[16], dmin[16] (float16), then bytes [8 groups][16]: the low 4 bits of a scale and of a minimum; [4][16]:
 //   the upper 2 bits of the scale and the minimum of two groups; then the weights of 8 groups as of int4. Q6_K: d[16]
@@ -33,17 +34,20 @@ inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1)
 
 inline bool has_superblocks(const ap_linear& w) { return w.kind == AP_Q4_K || w.kind == AP_Q6_K; }
 
+inline bool has_codes(int32_t kind) { return kind == AP_INT4 || kind == AP_INT3; }  // those with an offset
+
 inline bool layout_allows(const ap_linear& w) {
     const int64_t most = int64_t{1} << 31;
     if (w.n < 1 || w.k < 1 || w.n > most || w.k > most || w.group < 1) return false;
     if (w.kind == AP_DENSE) return true;
     if (w.half_scales < 0 || w.half_scales > 1) return false;
-    if (w.offset < AP_NO_OFFSET || w.offset > (w.kind == AP_INT4 ? AP_ZERO_POINT : AP_NO_OFFSET)) return false;
+    if (w.offset < AP_NO_OFFSET || w.offset > (has_codes(w.kind) ? AP_ZERO_POINT : AP_NO_OFFSET)) return false;
     if (w.kind == AP_W8A8)
         return w.group == w.k && w.k <= kLongestW8A8 && !w.half_scales && !w.order && w.input_scale >= 0 &&
                w.input_scale < INFINITY;
     if (has_superblocks(w)) return w.half_scales && w.group == (w.kind == AP_Q4_K ? 32 : 16) && w.k % kSuperblock == 0;
     if (w.kind == AP_TABLE) return w.group % 16 == 0 && w.k % w.group == 0;
+    if (w.kind == AP_INT3) return w.group % 32 == 0 && w.k % w.group == 0;
     if (w.kind != AP_INT8 && w.kind != AP_INT4) return false;
     return w.group == w.k || (w.group % 16 == 0 && w.k % w.group == 0);
 }
@@ -59,7 +63,7 @@ inline bool readable(const ap_linear& w) {
 inline Layout layout_of(const ap_linear& w) {
     Layout l;
     const bool bytes = w.kind == AP_INT8 || w.kind == AP_W8A8;
-    const int64_t bits = bytes ? 8 : w.kind == AP_Q6_K ? 6 : 4;
+    const int64_t bits = bytes ? 8 : w.kind == AP_Q6_K ? 6 : w.kind == AP_INT3 ? 3 : 4;
     l.blocks = (w.n + kBlockRows - 1) / kBlockRows;
     l.groups = w.k / w.group;
     l.group = round_up(w.group, bytes ? 4 : 8);
@@ -107,6 +111,11 @@ inline Place place_of(const Layout& l, const uint8_t* block, int64_t g) {
 // The unsigned integer behind row `row` of a block and `k` of a group whose weights begin at `p`.
 inline int code_at(int32_t kind, const uint8_t* p, int64_t row, int64_t k) {
     if (kind == AP_INT8 || kind == AP_W8A8) return p[(k / 4 * kBlockRows + row) * 4 + k % 4];
+    if (kind == AP_INT3) {
+        const uint8_t* word = p + k / 32 * 12 * kBlockRows + row * 4 + k % 4;
+        return (word[k / 16 % 2 * 4 * kBlockRows] >> (k / 4 % 4 * 2) & 3) | (word[8 * kBlockRows] >> (k / 4 % 8) & 1)
+                                                                                << 2;
+    }
     const uint8_t byte = p[(k / 8 * kBlockRows + row) * 4 + k % 4];
     const int low = k / 4 % 2 ? byte >> 4 : byte & 15;
     if (kind != AP_Q6_K) return low;

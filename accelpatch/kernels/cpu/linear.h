@@ -11,10 +11,12 @@ template <int M> void dot_some(const Weight& w, int64_t b, const Activations& a,
     const uint8_t* p = static_cast<const uint8_t*>(w.w.data) + b * w.l.block_bytes;
 #if defined(__AVX512VNNI__)
 #define AP_DOT dot_vnni
+    if (w.w.kind == AP_INT3 && w.w.offset) return dot_vnni<M, AP_INT3, true>(w.w, w.l, p, a, token, y);
     if (w.w.kind == AP_INT4 && w.w.offset) return dot_vnni<M, AP_INT4, true>(w.w, w.l, p, a, token, y);
     if (w.w.kind == AP_TABLE) return dot_table<M>(w.w, w.l, p, a, token, y);
 #elif defined(AP_DOTPROD)
 #define AP_DOT dot_limbs
+    if (w.w.kind == AP_INT3 && w.w.offset) return dot_limbs<M, AP_INT3, true>(w.w, w.l, p, a, token, y);
     if (w.w.kind == AP_INT4 && w.w.offset) return dot_limbs<M, AP_INT4, true>(w.w, w.l, p, a, token, y);
     if (w.w.kind == AP_TABLE) return dot_float<M, AP_TABLE>(w.w, w.l, p, a, token, y);
 #else
@@ -23,6 +25,7 @@ template <int M> void dot_some(const Weight& w, int64_t b, const Activations& a,
 #endif
     switch (w.w.kind) {
         case AP_INT8: return AP_DOT<M, AP_INT8>(w.w, w.l, p, a, token, y);
+        case AP_INT3: return AP_DOT<M, AP_INT3>(w.w, w.l, p, a, token, y);
         case AP_INT4: return AP_DOT<M, AP_INT4>(w.w, w.l, p, a, token, y);
         case AP_Q4_K: return AP_DOT<M, AP_Q4_K>(w.w, w.l, p, a, token, y);
         case AP_Q6_K: return AP_DOT<M, AP_Q6_K>(w.w, w.l, p, a, token, y);

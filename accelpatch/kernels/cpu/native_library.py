@@ -18,7 +18,7 @@ from accelpatch.kernels.cpu import openmp
 
 # What the library reads and writes, whatever torch's default dtype and device are.
 PLAIN: Any = {"dtype": torch.float32, "device": "cpu"}
-DENSE, INT8, INT4, W8A8, TABLE, Q4_K, Q6_K = 0, 1, 2, 3, 4, 5, 6
+DENSE, INT8, INT4, W8A8, TABLE, Q4_K, Q6_K, INT3 = 0, 1, 2, 3, 4, 5, 6, 7
 OFFSETS = {"none": 0, "minimum": 1, "zero_point": 2}
 ISAS = ("portable", "avx2", "avx512", "dotprod")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

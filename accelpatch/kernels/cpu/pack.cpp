@@ -28,17 +28,40 @@ float get_scale(const uint8_t* header, bool half, int64_t row) {
 
 bool has_bytes(const ap_linear& w) { return w.kind == AP_INT8 || w.kind == AP_W8A8; }
 
+// Code k of a row of 3 bits each, of which 8 take 3 bytes.
+int three_bits(const uint8_t* q, int64_t k) {
+    const uint8_t* p = q + k / 8 * 3;
+    return (p[0] | p[1] << 8 | p[2] << 16) >> (k % 8 * 3) & 7;
+}
+
+void put_three_bits(uint8_t* weights, int64_t row, int64_t k, int code) {
+    uint8_t* word = weights + k / 32 * 12 * kBlockRows + row * 4 + k % 4;
+    uint8_t &low = word[k / 16 % 2 * 4 * kBlockRows], &upper = word[8 * kBlockRows];
+    low = static_cast<uint8_t>(low | (code & 3) << (k / 4 % 4 * 2));
+    upper = static_cast<uint8_t>(upper | code >> 2 << (k / 4 % 8));
+}
+
 void pack_row(const ap_linear& w, const uint8_t* q, uint8_t* weights, int64_t row) {
     for (int64_t k = 0; k < w.group; k++) {
         if (has_bytes(w)) weights[(k / 4 * kBlockRows + row) * 4 + k % 4] = static_cast<uint8_t>(q[k] ^ 0x80);
+        else if (w.kind == AP_INT3) put_three_bits(weights, row, k, three_bits(q, k));
         else put_nibble(weights, row, k, k % 2 ? q[k / 2] >> 4 : q[k / 2] & 15);
     }
+}
+
+// Into a row of 3 bits each, whose bytes are set anew by the first code that begins in them.
+void put_code(uint8_t* q, int64_t k, int code) {
+    uint8_t* p = q + k / 8 * 3;
+    if (k % 8 == 0) p[0] = p[1] = p[2] = 0;
+    const int at = static_cast<int>(k % 8 * 3), all = code << at;
+    for (int i = 0; i < 3; i++) p[i] = static_cast<uint8_t>(p[i] | (all >> (8 * i) & 255));
 }
 
 void unpack_row(const ap_linear& w, const uint8_t* weights, uint8_t* q, int64_t row) {
     for (int64_t k = 0; k < w.group; k++) {
         const int u = code_at(w.kind, weights, row, k);
         if (has_bytes(w)) q[k] = static_cast<uint8_t>(u ^ 0x80);
+        else if (w.kind == AP_INT3) put_code(q, k, u);
         else if (k % 2 == 0) q[k / 2] = static_cast<uint8_t>(u);
         else q[k / 2] = static_cast<uint8_t>(q[k / 2] | u << 4);
     }

@@ -18,11 +18,21 @@ static_assert(
 template <int KIND>
 constexpr int kDepth = KIND == AP_INT8   ? 4
                        : KIND == AP_Q6_K ? 16
+                       : KIND == AP_INT3 ? 32
                                          : 8;  // k of the words read at once
 
 // The codes of kLanes rows and kDepth k, whose words lie at q; of tables with more bits above them.
 template <int KIND> AP_INLINE void panel_codes(const uint8_t* q, vi* codes) {
     vi words, upper = {};
+    if constexpr (KIND == AP_INT3) {
+        memcpy(&upper, q + 2 * kBlockRows * 4, sizeof upper);
+        for (int i = 0; i < 8; i++) {
+            memcpy(&words, q + i / 4 * kBlockRows * 4, sizeof words);
+            for (int j = 0; j < 4; j++)
+                codes[4 * i + j] = (words >> (8 * j + i % 4 * 2) & 3) | (upper >> (8 * j + i) & 1) << 2;
+        }
+        return;
+    }
     for (int i = 0; i < (kDepth<KIND> + 7) / 8; i++) {
         memcpy(&words, q + i * kBlockRows * 4, sizeof words);
         if (KIND == AP_Q6_K) memcpy(&upper, q + 2 * kBlockRows * 4, sizeof upper);
@@ -52,7 +62,7 @@ template <int KIND, bool LOW> void panel_block(const Weight& w, int64_t b, int64
             low[v] = group_low<KIND>(w.w, p.header, p.at, v);
         }
         for (; k < end; k += kDepth<KIND>) {
-            const uint8_t* q = p.codes + (k - g * w.w.group) * kBlockRows / (KIND == AP_INT8 ? 1 : 2);
+            const uint8_t* q = p.codes + (k - g * w.w.group) * kRowsBytes<KIND>;
             float* to = out + (k - first) * kPanelRows;
             for (int64_t v = 0; v < kBlockVectors; v++) {
                 vi codes[kDepth<KIND>];
@@ -81,6 +91,10 @@ inline void panel_rows(const Weight& w, int64_t b, int64_t first, int64_t last, 
         }
         switch (w.w.kind) {
             case AP_INT8: panel_block<AP_INT8, false>(w, b, first, last, to); break;
+            case AP_INT3:
+                if (w.w.offset == AP_MINIMUM) panel_block<AP_INT3, true>(w, b, first, last, to);
+                else panel_block<AP_INT3, false>(w, b, first, last, to);
+                break;
             case AP_TABLE: panel_block<AP_TABLE, false>(w, b, first, last, to); break;
             case AP_Q4_K: panel_block<AP_Q4_K, true>(w, b, first, last, to); break;
             case AP_Q6_K: panel_block<AP_Q6_K, false>(w, b, first, last, to); break;

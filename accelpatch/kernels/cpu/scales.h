@@ -9,8 +9,10 @@ namespace {
 AP_INLINE int8x16_t as_signed(uint8x16_t u) { return vreinterpretq_s8_u8(veorq_u8(u, vdupq_n_u8(128))); }  // u - 128
 #endif
 
-template <int KIND> constexpr int kCentre = KIND == AP_INT8 ? 128 : KIND == AP_Q6_K ? 32 : 8;
-template <int KIND> constexpr int kHeld = KIND == AP_Q4_K ? 8 : KIND == AP_Q6_K ? 16 : 1;  // Layout::held
+template <int KIND> constexpr int kCentre = KIND == AP_INT8 ? 128 : KIND == AP_Q6_K ? 32 : KIND == AP_INT3 ? 4 : 8;
+template <int KIND> constexpr bool kCodes = KIND == AP_INT4 || KIND == AP_INT3;  // which may have an offset
+template <int KIND> constexpr int64_t kRowsBytes = KIND == AP_INT8 ? 16 : KIND == AP_INT3 ? 6 : 8;  // of 16 rows, a k
+template <int KIND> constexpr int kHeld = KIND == AP_Q4_K ? 8 : KIND == AP_Q6_K ? 16 : 1;           // Layout::held
 constexpr int64_t kBlockVectors = kBlockRows / kLanes;
 
 // Vector v of the block's 16 scales or minimums at p.
@@ -39,11 +41,11 @@ template <int KIND> AP_INLINE vf group_scale(const ap_linear& w, const uint8_t* 
 
 // Whether w is more than (u - centre) * scale.
 template <int KIND> AP_INLINE bool has_middle(const ap_linear& w) {
-    return KIND == AP_Q4_K || (KIND == AP_INT4 && w.offset);
+    return KIND == AP_Q4_K || (kCodes<KIND> && w.offset);
 }
 
 template <int KIND> AP_INLINE bool has_low(const ap_linear& w) {
-    return KIND == AP_Q4_K || (KIND == AP_INT4 && w.offset == AP_MINIMUM);
+    return KIND == AP_Q4_K || (kCodes<KIND> && w.offset == AP_MINIMUM);
 }
 
 template <int KIND> AP_INLINE vf group_low(const ap_linear& w, const uint8_t* header, int64_t at, int64_t v) {
@@ -54,7 +56,7 @@ template <int KIND> AP_INLINE vf group_low(const ap_linear& w, const uint8_t* he
 
 template <int KIND> AP_INLINE vf group_zero(const ap_linear& w, const uint8_t* header, int64_t v) {
     if (has_low<KIND>(w)) return splat(0);
-    if (KIND != AP_INT4 || w.offset != AP_ZERO_POINT) return splat(kCentre<KIND>);
+    if (!kCodes<KIND> || w.offset != AP_ZERO_POINT) return splat(kCentre<KIND>);
     const uint8_t* zeros = header + kBlockRows * (w.half_scales ? 2 : 4);
     return __builtin_convertvector(bytes(zeros + v * kLanes), vf);
 }
@@ -82,6 +84,7 @@ template <int KIND> void read_group(const ap_linear& w, const Place& p, Group& g
 inline Group group_at(const ap_linear& w, const Place& p) {
     Group g;
     switch (w.kind) {
+        case AP_INT3: read_group<AP_INT3>(w, p, g); break;
         case AP_INT4: read_group<AP_INT4>(w, p, g); break;
         case AP_TABLE: read_group<AP_TABLE>(w, p, g); break;
         case AP_Q4_K: read_group<AP_Q4_K>(w, p, g); break;

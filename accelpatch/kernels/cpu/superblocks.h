@@ -11,6 +11,7 @@ constexpr int64_t kBytesQ4K = 144, kBytesQ6K = 210;  // of a superblock in a fil
 inline int64_t row_bytes_of(const ap_linear& w) {
     if (w.kind == AP_Q4_K) return w.k / kSuperblock * kBytesQ4K;
     if (w.kind == AP_Q6_K) return w.k / kSuperblock * kBytesQ6K;
+    if (w.kind == AP_INT3) return w.k / 8 * 3;
     return w.kind == AP_INT8 || w.kind == AP_W8A8 ? w.k : w.k / 2;
 }
 

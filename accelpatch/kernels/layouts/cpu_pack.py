@@ -17,6 +17,7 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.codebooks import CODEBOOKS, table
 from accelpatch.kernels.cpu.native_library import (
     DENSE,
+    INT3,
     INT4,
     INT8,
     OFFSETS,
@@ -42,7 +43,7 @@ from accelpatch.kernels.layouts.pack_tensors import (
     is_half,
     realigned,
 )
-from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows, Plain
+from accelpatch.kernels.layouts.row_major import Int3Rows, Int4Rows, Int8Rows, Plain
 
 LARGEST = 1 << 31
 SUPERBLOCK = 256  # values of a block of Q4_K or Q6_K
@@ -54,8 +55,8 @@ FORMS = {"Q4_K": (Q4_K, 144, 32), "Q6_K": (Q6_K, 210, 16)}
 class Pack:
     """A weight[n, k] for the native kernels, with what is needed to restore the canonical tensors.
 
-    data: uint8 [bytes], or float32 [n, k] where kind is DENSE. kind: DENSE, INT8, INT4, TABLE, Q4_K or Q6_K. group:
-    values along K that share a scale. half_scales: scales (and minimums) are stored as float16. offset: "none",
+    data: uint8 [bytes], or float32 [n, k] where kind is DENSE. kind: DENSE, INT8, INT4, INT3, TABLE, Q4_K or Q6_K.
+    group: values along K that share a scale. half_scales: scales (and minimums) are stored as float16. offset: "none",
     "minimum" or "zero_point". codes: of a TABLE, its name in CODEBOOKS. order: int32 [k], column j of the weight
     multiplies x[order[j]], or None. bias: float32 [n], which a native step adds, or None. scale_dtype: of the canonical
     scale (and minimum).
@@ -79,8 +80,8 @@ class Pack:
 
     @classmethod
     def of(cls, rows: Any) -> Pack:
-        """From Int8Rows or Int4Rows. Raises KernelError for what cannot be packed."""
-        bits, offset, codes = 8 // rows.per_byte, getattr(rows, "offset", None), getattr(rows, "codes", "")
+        """From Int8Rows, Int4Rows or Int3Rows. Raises KernelError for what cannot be packed."""
+        bits, offset, codes = rows.bits, getattr(rows, "offset", None), getattr(rows, "codes", "")
         made = cls.pack(rows.w, rows.scale, offset, bits=bits, codes=codes, order=rows.order)
         return replace(made, scale_dtype=rows.scale.dtype)
 
@@ -95,6 +96,8 @@ class Pack:
         if self.kind == INT8:
             return Int8Rows(q, scale, order=self.order)
         offset = offset.to(self.scale_dtype) if self.offset == "minimum" else offset
+        if self.kind == INT3:
+            return Int3Rows(q, scale, offset, order=self.order)
         return Int4Rows(q, scale, offset, self.codes, order=self.order)
 
     def why_not_fused(self, dtype: torch.dtype) -> str | None:
@@ -103,32 +106,24 @@ class Pack:
 
     @classmethod
     def pack(
-        cls,
-        q: Tensor,
-        scale: Tensor,
-        offset: Tensor | None = None,
-        *,
-        bits: int,
-        codes: str = "",
-        order: Tensor | None = None,
-        bias: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Pack:
-        """From q[N, K] int8 (8 bits) or q[N, K / 2] nibbles (4 bits), scale[N, G] and offset[N, G]: None, or of 4 bits
-        a float minimum or an integer zero point in 0..16.
+        cls, q: Tensor, scale: Tensor, offset: Tensor | None = None, *, bits: int, codes: str = "",
+        order: Tensor | None = None, bias: Tensor | None = None, out: Tensor | None = None,
+    ) -> Pack:  # fmt: skip
+        """From q[N, K] int8 (8 bits), q[N, K / 2] nibbles (4 bits) or q[N, 3 K / 8] (3 bits), scale[N, G] and
+        offset[N, G]: None, or of 4 and 3 bits a float minimum or an integer zero point in 0..16.
 
         codes: a name in CODEBOOKS where nibbles stand for a table's values. order: integers [K], column j of q
         multiplies x[order[j]]. out: uint8 memory for the pack, such as a slice of a larger block. Raises KernelError
         for what cannot be packed.
         """
         n, groups = scale.shape
-        k = q.shape[1] * (1 if bits == 8 else 2)
+        k = q.shape[1] * 8 // bits
         kind = "none" if offset is None else "minimum" if offset.is_floating_point() else "zero_point"
         if reason := cls.why_not(n, k, k // groups, kind, bits, codes):
             raise KernelError(f"a weight of {n} x {k} cannot be packed for the CPU: {reason}")
         scales, offsets = as_float(scale), as_float(offset) if kind == "minimum" else as_zero_points(offset)
         half = groups > 1 and is_half(scales, offsets if kind == "minimum" else None)
-        code = TABLE if codes else INT8 if bits == 8 else INT4
+        code = TABLE if codes else {8: INT8, 4: INT4, 3: INT3}[bits]
         made = cls(q, code, n, k, k // groups, half, kind, codes, as_order(order, k), as_float(bias))
         return made._filled(q, scales, offsets, out)
 
@@ -182,6 +177,8 @@ class Pack:
             return f"{n} x {k} is more than {LARGEST} rows or columns"
         if (group != k or codes) and group % 16:
             return f"groups of {group} are not a multiple of 16"
+        if bits == 3 and group % 32:
+            return f"groups of {group} codes of 3 bits are not a multiple of 32"
         if bits == 8 and offset != "none":
             return f"8 bits have no {offset.replace('_', ' ')}"
         if not codes:
@@ -213,7 +210,9 @@ class Pack:
             blocks = torch.empty(self.n, self.k // SUPERBLOCK * FORMS[self.form][1], dtype=torch.uint8, device="cpu")
             self._emptied(blocks, None, None)
             return blocks
-        q = torch.empty(self.n, self.k // (1 if self.kind in (INT8, W8A8) else 2), dtype=torch.int8, device="cpu")
+        q = torch.empty(
+            self.n, self.k * {INT8: 8, W8A8: 8, INT3: 3}.get(self.kind, 4) // 8, dtype=torch.int8, device="cpu"
+        )
         scale = torch.empty(self.n, self.k // self.group, **PLAIN)
         offset = torch.empty_like(scale) if self.offset == "minimum" else None
         if self.offset == "zero_point":

@@ -1,4 +1,4 @@
-"""Weights in the order of their rows: floats as they are, 8-bit values and 4-bit codes with scales."""
+"""Weights in the order of their rows: floats as they are, 8-bit values, and codes of 4 or 3 bits with scales."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RowMajor:
     tiled: ClassVar[bool] = False
     orders: ClassVar[bool] = False
     whole_rows: ClassVar[bool] = False
-    per_byte: ClassVar[int] = 1
+    bits: ClassVar[int] = 8  # of a value where w holds bytes
     shared: ClassVar[tuple[str, ...]] = ("order",)  # tensors that have no entry a row
     w: Tensor
     order: Tensor | None = field(default=None, kw_only=True)
@@ -98,7 +98,7 @@ class RowMajor:
     @property
     def k(self) -> int:
         """Columns of the weight."""
-        return int(self.w.shape[1]) * self.per_byte
+        return int(self.w.shape[1]) * 8 // self.bits
 
     @property
     def format(self) -> tuple[Any, ...]:
@@ -211,7 +211,7 @@ class Int4Rows(RowMajor):
     codes stand for, and then no offset; or "".
     """
 
-    per_byte: ClassVar[int] = 2
+    bits: ClassVar[int] = 4
     scale: Tensor
     offset: Tensor | None = None
     codes: str = ""
@@ -230,6 +230,24 @@ class Int4Rows(RowMajor):
     def kind(self) -> str:
         """ "none", "minimum" or "zero_point"; or the table's name."""
         return self.codes or kind_of(self.offset)
+
+
+@dataclass(frozen=True, eq=False)
+class Int3Rows(RowMajor):
+    """w[N, 3 K / 8] int8 of eight codes in three bytes: code k of a row begins at its bit 3 k, low bits first; scale[N,
+    G] and offset[N, G] as of Int4Rows."""
+
+    bits: ClassVar[int] = 3
+    scale: Tensor
+    offset: Tensor | None = None
+
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.w, self.scale, self.offset
+
+    @property
+    def kind(self) -> str:
+        """ "none", "minimum" or "zero_point"."""
+        return kind_of(self.offset)
 
 
 def kind_of(offset: Tensor | None) -> str:

@@ -147,7 +147,7 @@ def test_values_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("kind", 7),
+        ("kind", 8),
         ("kind", -1),
         ("offset", 3),
         ("offset", -1),

@@ -16,7 +16,7 @@ from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.gguf_blocks import GgufBlocks
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.layout import Layout
-from accelpatch.kernels.layouts.row_major import FP8, Fp8Rows, Int4Rows, Int8Rows, Plain, RowMajor
+from accelpatch.kernels.layouts.row_major import FP8, Fp8Rows, Int3Rows, Int4Rows, Int8Rows, Plain, RowMajor
 from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.operation import Operation, wants_gradient
@@ -26,6 +26,7 @@ from accelpatch.kernels.ops.linear import (
     compact_linear,
     float_linear,
     fp8_linear,
+    int3_linear,
     int4_linear,
     int8_embedding,
     int8_linear,
@@ -115,6 +116,7 @@ LINEARS: Mapping[type, LinearOf] = {
     Int4Rows: LinearOf(
         int4_linear.int4_linear, dense=int4_linear.dense, packed=Pack.of, tiles=tiled_int4_linear.tiles_for
     ),
+    Int3Rows: LinearOf(int3_linear.int3_linear, dense=int3_linear.dense, packed=Pack.of),
     W8A8Rows: LinearOf(
         w8a8_linear.w8a8_linear,
         gated={"triton": _gated_w8a8},

@@ -39,13 +39,13 @@ Dense = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def spec(
-    op: str, x: Tensor, q: Tensor, per_byte: int, scale: Tensor, offset: Tensor | None, bias: Tensor | None,
+    op: str, x: Tensor, q: Tensor, bits: int, scale: Tensor, offset: Tensor | None, bias: Tensor | None,
     forms: tuple[torch.dtype, ...] = (torch.int8,),
 ) -> Spec:  # fmt: skip
-    """The Spec of y = x @ weight[N, K]^T for q[N, K / per_byte]. Raises KernelError for arguments that do not fit."""
+    """The Spec of y = x @ weight[N, K]^T for q[N, K bits / 8]. Raises KernelError for arguments that do not fit."""
     named = " or ".join(str(form).removeprefix("torch.") for form in forms)
-    require(q.dtype in forms and q.dim() == 2, op, f"q is {named} [N, K / {per_byte}], not {say(q)}")
-    n, k = q.shape[0], q.shape[1] * per_byte
+    require(q.dtype in forms and q.dim() == 2, op, f"q is {named} [N, K {bits} / 8], not {say(q)}")
+    n, k = q.shape[0], q.shape[1] * 8 // bits
     require(x.dim() >= 1 and x.dtype in FLOATS, op, f"x is float [..., K], not {say(x)}")
     require(x.shape[-1] == k, op, f"x has {x.shape[-1]} features, the weight {k}")
     require(n >= 1 and k >= 1, op, f"the weight is empty: N = {n}, K = {k}")

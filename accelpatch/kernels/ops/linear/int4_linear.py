@@ -71,7 +71,7 @@ def spec(
     """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
     require(codes in ("", *CODEBOOKS), OP, f"codes are of {', '.join(CODEBOOKS)}, not {codes!r}")
     require(not codes or offset is None, OP, f"{codes} has no offset")
-    found = common.spec(OP, x, q, 2, scale, offset, bias)
+    found = common.spec(OP, x, q, 4, scale, offset, bias)
     return replace(found, offset=codes) if codes else found
 
 

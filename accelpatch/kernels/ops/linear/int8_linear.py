@@ -40,7 +40,7 @@ def blocks(*weight: Tensor | None) -> Blocks:
 
 def spec(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Spec:
     """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
-    return common.spec("int8_linear", x, q, 1, scale, None, bias)
+    return common.spec("int8_linear", x, q, 8, scale, None, bias)
 
 
 def by_torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from accelpatch.kernels.codebooks import CODEBOOKS, scale_dtype
 from accelpatch.kernels.layouts.cpu_pack import FORMS, SUPERBLOCK, Pack
-from accelpatch.kernels.ops.linear import common, int4_linear, int8_embedding, int8_linear
+from accelpatch.kernels.ops.linear import common, int3_linear, int4_linear, int8_embedding, int8_linear
 from accelpatch.kernels.spec import Case
 
 
@@ -21,6 +21,9 @@ def _packed(make: Any) -> Any:
         if len(args) == 4:
             x, q, scale, bias = args
             return x, *Pack.pack(q, scale, bits=8).arguments(), bias
+        if len(args) == 5:
+            x, q, scale, offset, bias = args
+            return x, *Pack.pack(q, scale, offset, bits=3).arguments(), bias
         x, q, scale, offset, codes, bias = args
         return x, *Pack.pack(q, scale, offset, bits=4, codes=codes).arguments(), bias
 
@@ -30,14 +33,16 @@ def _packed(make: Any) -> Any:
 def _fits(case: Case) -> bool:
     """Whether the case's group size (the part `g...` of its id) can be packed."""
     group, k = (int(part[1:]) for name in "gk" for part in case.id.split("-") if part[0] == name and part[1:].isdigit())
+    if case.id.startswith("int3"):
+        return group % 32 == 0
     return group % 16 == 0 or (group == k and not any(book in case.id for book in CODEBOOKS))
 
 
 def cases() -> list[Case]:
-    """The cases of int8_linear and int4_linear that can be packed, as packs; and those of others' weights."""
-    canonical = [("int8", case) for case in int8_linear.cases()] + [("int4", case) for case in int4_linear.cases()]
-    own = [Case(f"{kind}-{case.id}", _packed(case.make)) for kind, case in canonical if _fits(case)]
-    return own + foreign_cases()
+    """The cases of the canonical operations that can be packed, as packs; and those of others' weights."""
+    canonical = {"int8": int8_linear, "int4": int4_linear, "int3": int3_linear}
+    named = [Case(f"{kind}-{case.id}", _packed(case.make)) for kind, op in canonical.items() for case in op.cases()]
+    return [case for case in named if _fits(case)] + foreign_cases()
 
 
 def _foreign(generator: torch.Generator, m: int, n: int, k: int, group: int, kind: str) -> tuple[Tensor, Pack, Tensor]:

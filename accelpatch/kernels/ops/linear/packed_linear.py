@@ -3,8 +3,8 @@
     packed_linear      y[..., N] = x[..., K] @ w[N, K]^T + bias[N]
     packed_embedding   rows[..., K] = w[ids[...]]
 
-The pack is the only copy of the weight that a module holds. It has the same values as in int8_linear and int4_linear,
-or as in block_linear: the reference unpacks it and decodes as they do.
+The pack is the only copy of the weight that a module holds. It has the same values as in int8_linear, int4_linear and
+int3_linear, or as in block_linear: the reference unpacks it and decodes as they do.
 """
 
 from __future__ import annotations
@@ -25,9 +25,17 @@ from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.cpu.native_library import INT8
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.gguf_blocks import GgufBlocks
-from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows, Plain, RowMajor
+from accelpatch.kernels.layouts.row_major import Int3Rows, Int4Rows, Int8Rows, Plain, RowMajor
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops.linear import block_linear, common, float_linear, gradient, int4_linear, int8_linear
+from accelpatch.kernels.ops.linear import (
+    block_linear,
+    common,
+    float_linear,
+    gradient,
+    int3_linear,
+    int4_linear,
+    int8_linear,
+)
 from accelpatch.kernels.ops.linear.packed_cases import cases, embedding_cases
 from accelpatch.kernels.spec import Blocks, Implementation, Kernel, Spec
 
@@ -35,7 +43,8 @@ from accelpatch.kernels.spec import Blocks, Implementation, Kernel, Spec
 PANELS = {"avx512": 64, "avx2": 16, "portable": 16}
 #: canonical layout -> its weight and bias as floats, of (dtype, *arguments, bias)
 DECODERS: Mapping[type, Callable[..., tuple[Tensor, Tensor | None]]] = {
-    Plain: float_linear.dense, Int8Rows: int8_linear.dense, Int4Rows: int4_linear.dense, GgufBlocks: block_linear.dense,
+    Plain: float_linear.dense, Int8Rows: int8_linear.dense, Int4Rows: int4_linear.dense, Int3Rows: int3_linear.dense,
+    GgufBlocks: block_linear.dense,
 }  # fmt: skip
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -46,7 +46,7 @@ def reference(
 
 def spec(x: Tensor, q: Tensor, scale: Tensor, input_scale: Tensor | None = None, bias: Tensor | None = None) -> Spec:
     """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
-    found = common.spec(OP, x, q, 1, scale, None, bias, (torch.int8, *FP8))
+    found = common.spec(OP, x, q, 8, scale, None, bias, (torch.int8, *FP8))
     m, n, k = (found.sizes[name] for name in "MNK")
     require(found.group_size == k, OP, f"scale is [N, 1], one a row, not {list(scale.shape)}")
     if q.dtype == torch.int8:
