@@ -20,7 +20,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from accelpatch.checkpoints import card
-from accelpatch.checkpoints.export_formats import BITS, FORMATS, KINDS, Format, Group, Layer, groups_of
+from accelpatch.checkpoints.export_formats import BITS, FLOATS, FORMATS, KINDS, Format, Group, Layer, groups_of
 from accelpatch.checkpoints.replaced_folder import replaced_folder
 from accelpatch.checkpoints.save import SHARD
 from accelpatch.checkpoints.saved import RECIPE, Saved, one_by_one, read
@@ -37,7 +37,7 @@ from accelpatch.quant.weight import PARTS
 #: of a layer in any of the formats; headers reserve room for these names
 NAMES = (
     "qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_scale", "weight_shape",
-    "weight_zero_point", "weight_g_idx", "input_scale",
+    "weight_zero_point", "weight_g_idx", "weight_global_scale", "input_scale",
 )  # fmt: skip
 WRITTEN = ("config.json", "quantize_config.json", RECIPE, checkpoint.CHECKSUMS, INDEX)  # anew, or of accelpatch alone
 LEFT_OUT = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".py")  # weights of any kind, and code
@@ -157,12 +157,16 @@ def _layer(path: str, kind: str, saved: Saved, tensor: Read) -> Layer:
     q, scale = held["q"], held["scale"]
     if q is None or scale is None or len(q.shape) != 2 or len(scale.shape) != 2:
         raise LoadError(f"{path} has no matrix of codes with scales: write the checkpoint again")
-    n, k = q.shape[0], q.shape[1] * (2 if kind == "int4" else 1)
-    if scale.shape[0] != n or not scale.shape[1] or k % scale.shape[1] or (kind not in BITS and scale.shape[1] != 1):
+    n, k = q.shape[0], q.shape[1] * (2 if kind in ("int4", *FLOATS) else 1)
+    grouped = kind in (*BITS, *FLOATS)
+    if scale.shape[0] != n or not scale.shape[1] or k % scale.shape[1] or (not grouped and scale.shape[1] != 1):
         raise LoadError(f"{path}.scale is {list(scale.shape)} for a weight {[n, k]}: write the checkpoint again")
     zeros = False
     if held["offset"] is not None:
         with _refused(path):
+            if kind in FLOATS:
+                packing.one_factor(tensor(f"{path}.offset"))
+                return Layer(path, kind, n, k, k // scale.shape[1])
             zeros = packing.has_zero_points(tensor(f"{path}.scale"), tensor(f"{path}.offset"))
     return Layer(
         path, kind, n, k, k // scale.shape[1], zeros, held["input_scale"] is not None, held["order"] is not None,
@@ -174,6 +178,8 @@ def _notes(found: _Source, groups: Sequence[Group]) -> Iterator[str]:
     for path, name in found.floats.items():
         yield f"{path} is {KINDS[found.saved.sites[path]]} in the source and float here ({name})"
     for group in groups:
+        if group.kind == "nvfp4":
+            yield "scales of inputs are left out: activations stay floats here"
         sizes = {one.group_size for one in found.layers if one.path in group.paths}
         if group.kind in BITS and len(sizes) > 1 and group.group_size > 0:
             yield f"groups of {', '.join(map(str, sorted(sizes)))} inputs are written as groups of {group.group_size}"

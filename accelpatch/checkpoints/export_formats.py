@@ -1,6 +1,7 @@
 """What others' formats hold of a patched model's linear layers: which, in which groups, and what config.json says.
 
-    compressed-tensors   int4, int8 (pack-quantized); w8a8 (int-quantized); fp8 (float-quantized); several at once
+    compressed-tensors   int4, int8 (pack-quantized); w8a8 (int-quantized); fp8 (float-quantized); mxfp4, nvfp4
+                         (..-pack-quantized); several at once
     gptq                 int4 or int8, symmetric as v1, with zero points as v2 (v1 has them less one, which some readers
                          undo in whole words and some in each field)
     awq                  int4, GEMM
@@ -25,8 +26,9 @@ from accelpatch.quant.formats import weight_of
 BITS = {"int4": 4, "int8": 8}  # of kinds without quantised activations, in integers
 KINDS = {
     "int4_weight_only": "int4", "int8_weight_only": "int8", "w8a8": "w8a8", "w8a8_fp8": "fp8",
-    "fp8_weight_only": "fp8 weights",
+    "fp8_weight_only": "fp8 weights", "mxfp4_weight_only": "mxfp4", "nvfp4_weight_only": "nvfp4",
 }  # fmt: skip
+FLOATS = ("mxfp4", "nvfp4")  # kinds of 4-bit floats
 ROWS = -1  # a group size: one scale a row
 Parts = Mapping[str, Tensor | None]
 
@@ -151,6 +153,8 @@ def _tensors_of_compressed(parts: Parts, group: Group, dtype: torch.dtype) -> di
     q, scale = parts["q"], parts["scale"]
     assert q is not None
     assert scale is not None
+    if group.kind in FLOATS:
+        return packing.four_bit_floats(q, scale, parts.get("offset"))
     return packing.rows(q, scale, parts.get("input_scale"), dtype)
 
 
@@ -158,6 +162,7 @@ def _tensors_of_compressed(parts: Parts, group: Group, dtype: torch.dtype) -> di
 OF_COMPRESSED = {
     "int4": ("pack-quantized", "int"), "int8": ("pack-quantized", "int"), "w8a8": ("int-quantized", "int"),
     "fp8": ("float-quantized", "float"), "fp8 weights": ("float-quantized", "float"),
+    "mxfp4": ("mxfp4-pack-quantized", "float"), "nvfp4": ("nvfp4-pack-quantized", "float"),
 }  # fmt: skip
 ACTIVATIONS = ("w8a8", "fp8")
 
@@ -176,10 +181,14 @@ def _compressed_config(groups: Sequence[Group], kept: Sequence[str], heads: Sequ
 def _scheme(group: Group, every: bool) -> dict[str, Any]:
     """A config group. every: whether it has all linear layers but the ignored ones."""
     form, kind = OF_COMPRESSED[group.kind]
-    common = {"num_bits": BITS.get(group.kind, 8), "type": kind}
+    common = {"num_bits": BITS.get(group.kind, 4 if group.kind in FLOATS else 8), "type": kind}
     weights = {**common, "strategy": "channel", "group_size": None, "symmetric": group.symmetric, "dynamic": False}
     if group.kind in BITS and group.group_size != ROWS:
         weights |= {"strategy": "group", "group_size": group.group_size}
+    if group.kind in FLOATS:
+        whole = group.kind == "nvfp4"
+        weights |= {"strategy": "tensor_group" if whole else "group", "group_size": group.group_size}
+        weights |= {"scale_dtype": "torch.float8_e4m3fn" if whole else "torch.uint8"}
     if group.ordered:
         weights["actorder"] = "group"
     inputs = None

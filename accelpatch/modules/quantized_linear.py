@@ -29,7 +29,7 @@ class QuantizedLinear(QuantizedModule):
     and written without them. None where nothing is smoothed, or where the model came smoothed from a checkpoint.
     """
 
-    own_buffers = ("like", *SMOOTHING)
+    own_buffers: tuple[str, ...] = ("like", *SMOOTHING)
 
     bias: Tensor | None
     factors: Tensor | None
@@ -132,6 +132,35 @@ class CodebookLinear(QuantizedLinear):
     def extra_repr(self) -> str:
         """As of the original, and the codebook."""
         return f"{super().extra_repr()}, codes={self.codes}"
+
+
+class NVFP4Linear(CodebookLinear):
+    """The same in NVFP4. input_scale[1]: of the checkpoint it comes from; kept, saved, and not applied."""
+
+    own_buffers = (*CodebookLinear.own_buffers, "input_scale")
+    input_scale: Tensor | None
+
+    def hold(self, weight: RowMajor | QuantizedModule, original: nn.Module, packable: bool) -> None:
+        super().hold(weight, original, packable)
+        given = getattr(weight, "input_scale", None)
+        if given is None:
+            self.input_scale = None
+        else:
+            self.register_buffer("input_scale", given.to(self.like.device), persistent=False)
+
+    def canonical(self) -> Any:
+        return super().canonical().replace(input_scale=self.input_scale)
+
+    def _take(self, new: RowMajor) -> None:
+        super()._take(new)
+        self.input_scale = getattr(new, "input_scale", None)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Move with the model; a cast does not round the scale of its input."""
+        kept = {} if self.input_scale is None else {"input_scale": self.input_scale}
+        super()._apply(fn, recurse)
+        without_casts(self, kept)
+        return self
 
 
 class Fp8WeightOnlyLinear(QuantizedLinear):

@@ -208,13 +208,16 @@ class Int4Rows(RowMajor):
     """w[N, K / 2] int8 of two codes a byte, the even k in the low nibble; scale[N, G].
 
     offset[N, G]: None, a float minimum or an integer zero point. codes: the name of a table of codebooks.py that the
-    codes stand for, and then no offset; or "".
+    codes stand for, and then no offset, but of nvfp4 the factors[N, 1] of rows, float64; or "". input_scale[1]: what
+    a checkpoint in nvfp4 says of its input, which is kept and not applied.
     """
 
     per_byte: ClassVar[int] = 2
+    shared: ClassVar[tuple[str, ...]] = ("order", "input_scale")
     scale: Tensor
     offset: Tensor | None = None
     codes: str = ""
+    input_scale: Tensor | None = field(default=None, kw_only=True)
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor | None, str]:
         return self.w, self.scale, self.offset, self.codes
