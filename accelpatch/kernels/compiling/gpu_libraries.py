@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 DTYPES = ("bf16", "fp16")  # of activations, numbered as in the C interface
 OFFSETS = {"none": 0, "zero_point": 1, "minimum": 2}  # numbered as in gemv.h
 GROUPS_OF_64 = {**OFFSETS, "nf4": 3, "fp4": 4}  # what groups of 32 and 64 may be besides
-CODES = {**GROUPS_OF_64, "e2m1": 5}
+CODES = {**GROUPS_OF_64, "e2m1": 5, "nvfp4": 6}
 EXPERT_OFFSETS = {name: OFFSETS[name] for name in ("none", "minimum")}
 FP8 = {"e4m3fn": 0, "e4m3fnuz": 1}  # whether fnuz
 WIDTHS = (64, 128, 256)  # columns of a head

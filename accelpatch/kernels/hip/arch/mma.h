@@ -147,6 +147,13 @@ private:
 #pragma unroll
         for (int i = 0; i < Cell::COUNT; ++i) {
             const int word = Cell::pair(i) * F::GROUPS + group;
+            if constexpr (ROW_FACTORS<F>) {
+#pragma unroll
+                for (int last = 0; last < 2; ++last)
+                    sum[i] = fmaf(part[last].value(i) * block_exponents[i % Cell::TOKENS],
+                        F::scale(slot.scale[word], Cell::half(i), last), sum[i]);
+                continue;
+            }
             sum[i] = fmaf(Mma::value_of_book(part, i) * block_exponents[i % Cell::TOKENS],
                 TABLES<F> > 1 ? wide_value(slot.scale[word], slot.offset[word], Cell::half(i))
                               : table_value(slot.scale[word], Cell::half(i), true),
