@@ -20,13 +20,14 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from accelpatch.checkpoints import card
-from accelpatch.checkpoints.export_formats import BITS, FLOATS, FORMATS, KINDS, Format, Group, Layer, groups_of
+from accelpatch.checkpoints.export_formats import BITS, BLOCKS, FLOATS, FORMATS, KINDS, Format, Group, Layer, groups_of
 from accelpatch.checkpoints.replaced_folder import replaced_folder
 from accelpatch.checkpoints.save import SHARD
 from accelpatch.checkpoints.saved import RECIPE, Saved, one_by_one, read
 from accelpatch.checkpoints.target import check_empty, check_folder, own_config, shard_size
 from accelpatch.checkpoints.writing import INDEX, Shards
 from accelpatch.errors import KernelError, LoadError, SaveError
+from accelpatch.kernels.layouts.row_major import FP8_BLOCK
 from accelpatch.models import checkpoint
 from accelpatch.models.catalog import resolve
 from accelpatch.models.load import from_config, silent
@@ -37,7 +38,7 @@ from accelpatch.quant.weight import PARTS
 #: of a layer in any of the formats; headers reserve room for these names
 NAMES = (
     "qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_scale", "weight_shape",
-    "weight_zero_point", "weight_g_idx", "weight_global_scale", "input_scale",
+    "weight_zero_point", "weight_g_idx", "weight_global_scale", "weight_scale_inv", "input_scale",
 )  # fmt: skip
 WRITTEN = ("config.json", "quantize_config.json", RECIPE, checkpoint.CHECKSUMS, INDEX)  # anew, or of accelpatch alone
 LEFT_OUT = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".py")  # weights of any kind, and code
@@ -82,7 +83,7 @@ def export(
 ) -> Exported:  # fmt: skip
     """Write the saved patched model in the folder `source` in another format into the folder `out`, all or nothing.
 
-    to: compressed-tensors, gptq or awq. out: new or empty; default: beside the source, with the format in its name.
+    to: compressed-tensors, gptq, awq or fp8. out: new or empty; default: beside the source, with the format in its name.
     Raises LoadError for a source that is none, and SaveError for what the format cannot hold or the disk does not.
     """
     if to not in FORMATS:
@@ -158,6 +159,8 @@ def _layer(path: str, kind: str, saved: Saved, tensor: Read) -> Layer:
     if q is None or scale is None or len(q.shape) != 2 or len(scale.shape) != 2:
         raise LoadError(f"{path} has no matrix of codes with scales: write the checkpoint again")
     n, k = q.shape[0], q.shape[1] * (2 if kind in ("int4", *FLOATS) else 1)
+    if kind == BLOCKS:
+        return Layer(path, kind, n, k, FP8_BLOCK, form=q.dtype)
     grouped = kind in (*BITS, *FLOATS)
     if scale.shape[0] != n or not scale.shape[1] or k % scale.shape[1] or (not grouped and scale.shape[1] != 1):
         raise LoadError(f"{path}.scale is {list(scale.shape)} for a weight {[n, k]}: write the checkpoint again")

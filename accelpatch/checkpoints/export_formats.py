@@ -5,6 +5,7 @@
     gptq                 int4 or int8, symmetric as v1, with zero points as v2 (v1 has them less one, which some readers
                          undo in whole words and some in each field)
     awq                  int4, GEMM
+    fp8                  fp8 in blocks of 128 x 128, as transformers has DeepSeek-V3's
 
 Groups of several sizes become ones of the largest size that divides them all, with repeated scales: the same weight.
 """
@@ -20,15 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelpatch.quant import packing
+from accelpatch.quant import fp8_blocks, packing
 from accelpatch.quant.formats import weight_of
 
 BITS = {"int4": 4, "int8": 8}  # of kinds without quantised activations, in integers
 KINDS = {
     "int4_weight_only": "int4", "int8_weight_only": "int8", "w8a8": "w8a8", "w8a8_fp8": "fp8",
     "fp8_weight_only": "fp8 weights", "mxfp4_weight_only": "mxfp4", "nvfp4_weight_only": "nvfp4",
+    "fp8_blocks": "fp8 blocks",
 }  # fmt: skip
 FLOATS = ("mxfp4", "nvfp4")  # kinds of 4-bit floats
+BLOCKS = "fp8 blocks"  # the kind of fp8 in blocks of 128 x 128
 ROWS = -1  # a group size: one scale a row
 Parts = Mapping[str, Tensor | None]
 
@@ -200,9 +203,16 @@ def _scheme(group: Group, every: bool) -> dict[str, Any]:
             "format": form}  # fmt: skip
 
 
+def _blocks_config(groups: Sequence[Group], kept: Sequence[str], heads: Sequence[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "modules_to_not_convert": [*kept, *heads] or None,
+    }  # fmt: skip
+
+
 FORMATS: Mapping[str, Format] = {
     "compressed-tensors": Format(
-        "compressed-tensors", tuple(KINDS.values()), (), {}, inputs_too=False, single=False, ordered=True, half=False,
+        "compressed-tensors", tuple(one for one in KINDS.values() if one != BLOCKS), (), {}, inputs_too=False, single=False, ordered=True, half=False,
         config=_compressed_config, tensors=_tensors_of_compressed,
     ),
     "gptq": Format(
@@ -213,5 +223,9 @@ FORMATS: Mapping[str, Format] = {
     "awq": Format(
         "awq", ("int4",), (ROWS, 16, 32, 64, 128), {4: 8}, inputs_too=False, single=True, ordered=False, half=True,
         config=_awq_config, tensors=lambda parts, group, dtype: packing.awq(_coded(parts, group)),
+    ),
+    "fp8": Format(
+        "fp8", (BLOCKS,), (), {}, inputs_too=False, single=True, ordered=False, half=False, config=_blocks_config,
+        tensors=lambda parts, group, dtype: fp8_blocks.packed(weight_of(group.kind, parts)),
     ),
 }  # fmt: skip

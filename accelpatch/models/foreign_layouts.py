@@ -4,6 +4,7 @@
     bitsandbytes         linear layers in nf4, fp4 or LLM.int8()
     compressed-tensors   the same, pack-quantized; int-quantized and float-quantized, whose activations have 8 bits too;
                          MXFP4, NVFP4
+    fp8                  linear layers in FP8 blocks of 128 x 128, of DeepSeek-V3, Qwen3 and transformers
     modelopt             linear layers in NVFP4, as NVIDIA's ModelOpt writes them
     mxfp4                experts in MXFP4, as transformers has gpt-oss
 
@@ -92,6 +93,9 @@ LAYOUTS: Mapping[str, ForeignLayout] = MappingProxyType({
         "modelopt", "TensorRT-LLM, or vLLM,", "nvfp4.modelopt",
         ("weight", "weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale"),
         {"weight_scale_2": "nvfp4_weight_only"}),
+    "fp8": ForeignLayout(
+        "fp8", "transformers itself, on a GPU,", "fp8_blocks.blocks", ("weight", "weight_scale_inv"),
+        {"weight_scale_inv": "fp8_blocks"}),
     "mxfp4": ForeignLayout(
         "mxfp4", "transformers with the package kernels", "mxfp4.experts",
         tuple(f"{name}_{part}" for name in ("gate_up_proj", "down_proj") for part in ("blocks", "scales", "bias")),
@@ -104,7 +108,7 @@ LIBRARIES: Mapping[str, str] = {
     "autoround": "transformers with the package auto-round", "intel/auto-round": "the package auto-round",
     "bitblas": MODEL, "bitnet": "transformers itself", "eetq": "transformers with the package kernels",
     "exl2": "ExLlamaV2", "exl3": "ExLlamaV3", "fbgemm_fp8": "transformers with the package fbgemm-gpu",
-    "fouroversix": "transformers with the package fouroversix", "fp8": "transformers itself, on a GPU,",
+    "fouroversix": "transformers with the package fouroversix",
     "fp_quant": "transformers with the package fp_quant", "higgs": "transformers with the package flute-kernel",
     "hqq": "transformers with the package hqq", "marlin": "vLLM", "metal": "transformers with the package kernels",
     "modelopt_fp4": "TensorRT-LLM, or vLLM,",

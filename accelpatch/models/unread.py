@@ -26,6 +26,9 @@ def reason(config: Mapping[str, Any]) -> str | None:
         return _sentence(f"{method}{mixed}", LIBRARIES[method])
     if method == "compressed-tensors":
         return next((_sentence(f"compressed-tensors with {what}", TENSORS) for what in _compressed(config)), None)
+    if method == "fp8" and list(config.get("weight_block_size") or ()) != [128, 128]:
+        size = config.get("weight_block_size")
+        return _sentence(f"fp8 with weight_block_size {size}", LAYOUTS["fp8"].library)
     if method == "modelopt" and config.get("quant_algo") not in NVFP4:
         return _sentence(f"modelopt with quant_algo {config.get('quant_algo')!r}", LAYOUTS["modelopt"].library)
     if method in ("gptq", "awq"):

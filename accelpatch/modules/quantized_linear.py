@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.kernels.layouts.row_major import RowMajor
+from accelpatch.kernels.operation import wants_gradient
 from accelpatch.kernels.ops.linear.by_layout import embedded, linear
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.norm import SMOOTHED
@@ -18,6 +19,7 @@ from accelpatch.modules.packed_weight import PackedWeight
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.replacement import adopt, runs_original, without_casts
 from accelpatch.modules.weight_view import UnpackedWeight, WeightView
+from accelpatch.quant import fp8
 from accelpatch.quant.formats import dequantize
 from accelpatch.quant.smoothing import SMOOTHING, SiteStatistics
 
@@ -165,6 +167,18 @@ class NVFP4Linear(CodebookLinear):
 
 class Fp8WeightOnlyLinear(QuantizedLinear):
     """8-bit float weight, one scale per output channel."""
+
+
+class Fp8BlockLinear(Fp8WeightOnlyLinear):
+    """8-bit float weight in blocks of 128 x 128. Where its layout says so, x is rounded to 8-bit floats too, with a
+    scale for each 128 values of a token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[..., K] -> y[..., N] in x's dtype."""
+        x = autocast(x)
+        wanted = self.training or wants_gradient((x, self.bias))  # which rounding has none of
+        rounds = self.layout.rounds and not wanted
+        return linear(fp8.rounded(x) if rounds else x, self.layout, self.bias, training=self.training)
 
 
 class W8A8Linear(QuantizedLinear):

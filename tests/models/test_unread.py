@@ -88,7 +88,7 @@ NOT_READ: dict[str, tuple[dict[str, Any], str, str]] = {
         "with other bits for single layers (extra_config)", "the package auto-round",
     ),
     "hqq": ({"quant_method": "hqq"}, "hqq is not read", "the package hqq"),
-    "fp8-blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8 is not read", "transformers itself"),
+    "fp8-whole": ({"quant_method": "fp8"}, "fp8 with weight_block_size None is not", "transformers itself"),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "with quant_algo 'FP8' is not", "TensorRT-LLM"),
 }  # fmt: skip
 

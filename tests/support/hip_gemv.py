@@ -14,14 +14,14 @@ from torch import Tensor
 from accelpatch.device import probe
 from accelpatch.kernels.codebooks import CODEBOOKS, E4M3, NVFP4, scale_dtype
 from accelpatch.kernels.compiling import libraries
-from accelpatch.kernels.compiling.gpu_libraries import CODES, DTYPES, FP8, library_of
+from accelpatch.kernels.compiling.gpu_libraries import CODES, DTYPES, FP8, FP8_BLOCKS, library_of
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import compact_tiles, int4_tiles, tiling
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.quant import fp8, int4, int8
 from accelpatch.quant.formats import dequantize
 
-FP8_FORMS = tuple(FP8)
+FP8_FORMS = (*FP8, FP8_BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ FORMATS = {
     "int4_row": Format("gemv_int4", 1 << 20, 0, step=128),
     "int4_row_zero": Format("gemv_int4", 1 << 20, 0, "zero_point", step=128),
     "fp8": Format("gemv_fp8", 0, step=64),
+    "fp8_blocks": Format("gemv_fp8", 2, step=64),
     "compact": Format("gemv_compact", step=64),
 }
 # They quantise their input too, so that the float rule is not for them: see w8a8_checks.py and w8a8_fp8_checks.py.
@@ -176,6 +177,9 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, interleaved: bool = False,
     if name in ("int8", "fp8", W8A8, W8A8_FP8):
         quant = fp8 if name in ("fp8", W8A8_FP8) else int8
         rows = quant.quantize(w)
+        return Packed(form, n, k, rows.w, rows.scale, dense=dequantize(rows, torch.float64) if dense else None)
+    if name == "fp8_blocks":
+        rows = fp8.quantize_blocks(w)
         return Packed(form, n, k, rows.w, rows.scale, dense=dequantize(rows, torch.float64) if dense else None)
     codes, table, offset = _affine(w, form, dtype)
     meaning = _dense(codes, table, offset, form, k) if dense else None

@@ -37,6 +37,10 @@ template <bool FNUZ> struct Fp8 {
     }
 };
 
+// The same with a float scale for each row and 128 values of K, the two steps of a stage.
+struct Fp8Blocks : Fp8<false> {};
+template <class F> constexpr bool STAGE_SCALES = std::is_same_v<F, Fp8Blocks>;
+
 // bf16 weights without loss, in tiles of 16 rows by 64 values: a sign and a mantissa in 8 bits, and in 4 the exponent
 // less that of the row's window, which its scale makes up for. What lies outside of the window is the smallest code
 // here, and an outlier beside.

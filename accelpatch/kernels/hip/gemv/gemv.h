@@ -31,7 +31,8 @@ constexpr bool two_tables(int32_t kind) { return kind != OFFSET_NONE && kind != 
 // of w's rows are gates, the second half ups, and y has N / 2 columns (tiled formats: interleave the rows).
 struct GemvArgs {
     const void* w;
-    const void* scale;  // float[N]; grouped formats: 16-bit, packed in tiles; compact: float[tiles][16]
+    const void* scale;  // float[N]; fp8 in blocks: float[N][ceil(K / 128)]; grouped formats: 16-bit, packed in tiles;
+                        // compact: float[tiles][16]
     // As the packed scale, or null; nvfp4: factors of rows; compact: outliers, see gemv_output.h; w8a8: float, the
     // static scale of x, or null.
     const void* offset;

@@ -97,6 +97,7 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
         if (adder && round > 0) output = Output<F, T>(a, plan, tile, seat);
         Sums total;
         total.zero();
+        if constexpr (STAGE_SCALES<F>) total.of_tile(a, tile);
         for (int k_tile = 0; k_tile < plan.k_tiles;) {
             const int k_tile_begin = k_tile * plan.k_tile_steps, begin = fully_staged ? 0 : k_tile_begin;
             if (k_tile >= there) {
@@ -115,6 +116,7 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
             k_tile = there;
             if (!fully_staged) there = 0;
             if (tile >= plan.tiles) continue;
+            if constexpr (STAGE_SCALES<F>) total.staged_from = begin;
             if (F::GROUPS && a.scale_is_bf16) sweep<true>(stream, total, place, from, end, begin);
             else sweep<false>(stream, total, place, from, end, begin);
         }

@@ -35,7 +35,7 @@ template <class F, class T> struct Output {
             if (i && !gate) break;
             const int r = i ? n + half : n;
             if constexpr (ROW_FACTORS<F>) scale[i] = F::factor(a, tile * 16 + row + 8 * i);
-            else if (F::GROUPS == 0 && a.scale)
+            else if (F::GROUPS == 0 && !STAGE_SCALES<F> && a.scale)
                 scale[i] = static_cast<const float*>(a.scale)[COMPACT<F> ? tile * 16 + row + 8 * i : r];
             if (a.bias) bias[i] = bits(a.bias, r);
             if constexpr (COMPACT<F>) outliers[i] = *outliers_of<F>(a, tile, row + 8 * i);
