@@ -27,11 +27,10 @@ from accelpatch.checkpoints.saved import RECIPE, Saved, one_by_one, read
 from accelpatch.checkpoints.target import check_empty, check_folder, own_config, shard_size
 from accelpatch.checkpoints.writing import INDEX, Shards
 from accelpatch.errors import KernelError, LoadError, SaveError
-from accelpatch.kernels.layouts.row_major import FP8_BLOCK
 from accelpatch.models import checkpoint
 from accelpatch.models.catalog import resolve
 from accelpatch.models.load import from_config, silent
-from accelpatch.quant import packing
+from accelpatch.quant import fp8_blocks, packing
 from accelpatch.quant.formats import dequantize, weight_of
 from accelpatch.quant.weight import PARTS
 
@@ -83,8 +82,8 @@ def export(
 ) -> Exported:  # fmt: skip
     """Write the saved patched model in the folder `source` in another format into the folder `out`, all or nothing.
 
-    to: compressed-tensors, gptq, awq or fp8. out: new or empty; default: beside the source, with the format in its name.
-    Raises LoadError for a source that is none, and SaveError for what the format cannot hold or the disk does not.
+    to: a key of FORMATS. out: new or empty; default: beside the source, with the format in its name. Raises LoadError
+    for a source that is none, and SaveError for what the format cannot hold or the disk does not.
     """
     if to not in FORMATS:
         raise SaveError(f"--to is {to!r}: it is one of {', '.join(FORMATS)}")
@@ -160,7 +159,7 @@ def _layer(path: str, kind: str, saved: Saved, tensor: Read) -> Layer:
         raise LoadError(f"{path} has no matrix of codes with scales: write the checkpoint again")
     n, k = q.shape[0], q.shape[1] * (2 if kind in ("int4", *FLOATS) else 1)
     if kind == BLOCKS:
-        return Layer(path, kind, n, k, FP8_BLOCK, form=q.dtype)
+        return Layer(path, kind, n, k, fp8_blocks.SIZE, form=q.dtype)
     grouped = kind in (*BITS, *FLOATS)
     if scale.shape[0] != n or not scale.shape[1] or k % scale.shape[1] or (not grouped and scale.shape[1] != 1):
         raise LoadError(f"{path}.scale is {list(scale.shape)} for a weight {[n, k]}: write the checkpoint again")

@@ -212,8 +212,8 @@ def _blocks_config(groups: Sequence[Group], kept: Sequence[str], heads: Sequence
 
 FORMATS: Mapping[str, Format] = {
     "compressed-tensors": Format(
-        "compressed-tensors", tuple(one for one in KINDS.values() if one != BLOCKS), (), {}, inputs_too=False, single=False, ordered=True, half=False,
-        config=_compressed_config, tensors=_tensors_of_compressed,
+        "compressed-tensors", tuple(one for one in KINDS.values() if one != BLOCKS), (), {}, inputs_too=False,
+        single=False, ordered=True, half=False, config=_compressed_config, tensors=_tensors_of_compressed,
     ),
     "gptq": Format(
         "gptq", ("int4", "int8"), (ROWS, 16, 32, 64, 128, 256, 512, 1024), {4: 8, 8: 4}, inputs_too=True, single=True,

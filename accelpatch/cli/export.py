@@ -10,7 +10,7 @@ import typer
 from . import console
 from .options import JsonOption
 
-Formats = Literal["compressed-tensors", "gptq", "awq"]
+Formats = Literal["compressed-tensors", "gptq", "awq", "fp8"]
 
 
 def export(

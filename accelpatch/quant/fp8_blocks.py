@@ -23,6 +23,7 @@ from accelpatch.quant import fp8
 
 Tensors = Mapping[str, Tensor | None]
 SCALES = (torch.float32, torch.bfloat16, E8M0)
+SIZE = FP8_BLOCK  # of a block's rows and columns
 NAN = 0x7F  # of e4m3fn, without its sign
 
 

@@ -181,6 +181,12 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, interleaved: bool = False,
     if name == "fp8_blocks":
         rows = fp8.quantize_blocks(w)
         return Packed(form, n, k, rows.w, rows.scale, dense=dequantize(rows, torch.float64) if dense else None)
+    return _in_groups(w, form, dtype, interleaved, dense)
+
+
+def _in_groups(w: Tensor, form: Format, dtype: torch.dtype, interleaved: bool, dense: bool) -> Packed:
+    """As `pack`, of integers and codebooks."""
+    n, k = w.shape
     codes, table, offset = _affine(w, form, dtype)
     meaning = _dense(codes, table, offset, form, k) if dense else None
     flat = codes.flatten(1)[:, :k]
