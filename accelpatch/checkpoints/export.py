@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from accelpatch.checkpoints import card
+from accelpatch.checkpoints import card, export_gguf
 from accelpatch.checkpoints.export_formats import BITS, BLOCKS, FLOATS, FORMATS, KINDS, Format, Group, Layer, groups_of
 from accelpatch.checkpoints.replaced_folder import replaced_folder
 from accelpatch.checkpoints.save import SHARD
@@ -41,6 +41,7 @@ NAMES = (
 )  # fmt: skip
 WRITTEN = ("config.json", "quantize_config.json", RECIPE, checkpoint.CHECKSUMS, INDEX)  # anew, or of accelpatch alone
 LEFT_OUT = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".py")  # weights of any kind, and code
+GGUF = "gguf"  # beside FORMATS
 Read = Callable[[str], Tensor]
 Progress = Callable[[str, int, int], None]
 
@@ -82,11 +83,11 @@ def export(
 ) -> Exported:  # fmt: skip
     """Write the saved patched model in the folder `source` in another format into the folder `out`, all or nothing.
 
-    to: a key of FORMATS. out: new or empty; default: beside the source, with the format in its name. Raises LoadError
-    for a source that is none, and SaveError for what the format cannot hold or the disk does not.
+    to: a key of FORMATS, or gguf. out: new or empty; default: beside the source, with the format in its name. Raises
+    LoadError for a source that is none, and SaveError for what the format cannot hold or the disk does not.
     """
-    if to not in FORMATS:
-        raise SaveError(f"--to is {to!r}: it is one of {', '.join(FORMATS)}")
+    if to not in (*FORMATS, GGUF):
+        raise SaveError(f"--to is {to!r}: it is one of {', '.join((*FORMATS, GGUF))}")
     place = resolve(str(source))
     if place.kind != "folder":
         raise LoadError(f"{source} is no folder of a saved patched model: `accelpatch quantize` writes one")
@@ -95,7 +96,10 @@ def export(
     shard_size(max_shard_size)
     check_folder(target)
     check_empty(target)
-    found, form = _opened(folder), FORMATS[to]
+    found = _opened(folder)
+    if to == GGUF:
+        return _as_gguf(found, target)
+    form = FORMATS[to]
     with one_by_one(found.saved) as tensor:
         _sort(found, tensor)
         groups = groups_of(found.layers)
@@ -113,6 +117,17 @@ def export(
                 shards.finish()
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     return Exported(target, str(form.config(groups, (), ()).get("format", to)), len(found.layers), size, tuple(notes))
+
+
+def _as_gguf(found: _Source, target: Path) -> Exported:
+    export_gguf.check(found.config, found.saved)
+    with one_by_one(found.saved) as tensor, replaced_folder(target, lambda _: False) as made:
+        notes = export_gguf.write(made / "model.gguf", found.folder, found.config, found.saved, tensor)
+        _copy(found.folder, made)
+        config = {key: value for key, value in found.config.items() if key != "quantization_config"}
+        (made / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    size = (target / "model.gguf").stat().st_size
+    return Exported(target, GGUF, len(found.saved.sites), size, tuple(notes))
 
 
 def _opened(folder: Path) -> _Source:
