@@ -86,16 +86,8 @@ def export(
     to: a key of FORMATS, or gguf. out: new or empty; default: beside the source, with the format in its name. Raises
     LoadError for a source that is none, and SaveError for what the format cannot hold or the disk does not.
     """
-    if to not in (*FORMATS, GGUF):
-        raise SaveError(f"--to is {to!r}: it is one of {', '.join((*FORMATS, GGUF))}")
-    place = resolve(str(source))
-    if place.kind != "folder":
-        raise LoadError(f"{source} is no folder of a saved patched model: `accelpatch quantize` writes one")
-    folder = Path(place.location)
-    target = folder.with_name(f"{folder.name}-{to}") if out is None else Path(out)
+    folder, target = _places(source, to, out)
     shard_size(max_shard_size)
-    check_folder(target)
-    check_empty(target)
     found = _opened(folder)
     if to == GGUF:
         return _as_gguf(found, target)
@@ -117,6 +109,20 @@ def export(
                 shards.finish()
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     return Exported(target, str(form.config(groups, (), ()).get("format", to)), len(found.layers), size, tuple(notes))
+
+
+def _places(source: str | Path, to: str, out: str | Path | None) -> tuple[Path, Path]:
+    """The folder that is read, and the one that is written, which is new or empty."""
+    if to not in (*FORMATS, GGUF):
+        raise SaveError(f"--to is {to!r}: it is one of {', '.join((*FORMATS, GGUF))}")
+    place = resolve(str(source))
+    if place.kind != "folder":
+        raise LoadError(f"{source} is no folder of a saved patched model: `accelpatch quantize` writes one")
+    folder = Path(place.location)
+    target = folder.with_name(f"{folder.name}-{to}") if out is None else Path(out)
+    check_folder(target)
+    check_empty(target)
+    return folder, target
 
 
 def _as_gguf(found: _Source, target: Path) -> Exported:

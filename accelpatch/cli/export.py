@@ -25,7 +25,7 @@ def export(
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file, such as 2GB.")] = "5GB",
     json: JsonOption = False,
 ) -> None:
-    """Write the patched model in DIR as compressed-tensors, GPTQ, AWQ, FP8 or GGUF; refused with the reason where it cannot be."""
+    """Write the patched model in DIR in a format of others; refused with the reason where it cannot be."""
     from accelpatch.checkpoints import target
     from accelpatch.models import precheck
 

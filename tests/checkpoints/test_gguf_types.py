@@ -1,4 +1,4 @@
-"""GGUF's other types of blocks and other architectures: every value as gguf's own code has it, logits as transformers'."""
+"""GGUF's other types of blocks, and other architectures: values are those of gguf's own code, logits transformers'."""
 
 from __future__ import annotations
 
