@@ -147,6 +147,23 @@ def test_a_float_model_is_patched_and_undone(activations: bool) -> None:
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
 
 
+@torch.no_grad()
+def test_activations_of_a_saved_model_are_rounded_where_its_recipe_says_so(tmp_path: Path) -> None:
+    folder = written(tmp_path / "theirs", tiny(144, 200), theirs=False)
+    model: Any = accelpatch.load(str(folder), dtype=torch.float32).model
+    model.save_pretrained(tmp_path / "ours")
+    config = json.loads((tmp_path / "ours/config.json").read_text())
+    given = config["quantization_config"]
+    text = given["recipe"].replace("replace: fp8_blocks", "replace: fp8_blocks\n  options: {activations: true}")
+    assert text != given["recipe"]
+    given["recipe"] = text
+    (tmp_path / "ours/config.json").write_text(json.dumps(config))
+    again: Any = accelpatch.load(str(tmp_path / "ours"), dtype=torch.float32).model
+    layer, x = again.get_submodule(Q_PROJ), torch.randn(3, 144)
+    assert layer.layout.rounds
+    assert torch.equal(layer(x), model.get_submodule(Q_PROJ)(fp8.rounded(x)))
+
+
 def test_activations_are_rounded_by_deepseeks_definition() -> None:
     x = torch.randn(5, 300) * torch.logspace(-3, 3, 300)
     for row, made in zip(x, fp8.rounded(x), strict=True):
