@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 FOREIGN = Path(__file__).parent / "fixtures/foreign"
 FOLDERS = sorted(path for path in FOREIGN.iterdir() if path.is_dir())
-BYTES = 1_100_000
-METHODS = {"gptq": "gptq", "awq": "awq", "bnb": "bitsandbytes", "ct": "compressed-tensors", "gpt": "mxfp4"}
+BYTES = 1_400_000
+METHODS = {"gptq": "gptq", "awq": "awq", "bnb": "bitsandbytes", "ct": "compressed-tensors", "gpt": "mxfp4",
+           "modelopt": "modelopt"}  # fmt: skip
 
 
 def test_size() -> None:

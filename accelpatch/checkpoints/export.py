@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from accelpatch.checkpoints import card
-from accelpatch.checkpoints.export_formats import BITS, FORMATS, KINDS, Format, Group, Layer, groups_of
+from accelpatch.checkpoints import card, export_gguf
+from accelpatch.checkpoints.export_formats import BITS, BLOCKS, FLOATS, FORMATS, KINDS, Format, Group, Layer, groups_of
 from accelpatch.checkpoints.replaced_folder import replaced_folder
 from accelpatch.checkpoints.save import SHARD
 from accelpatch.checkpoints.saved import RECIPE, Saved, one_by_one, read
@@ -30,17 +30,18 @@ from accelpatch.errors import KernelError, LoadError, SaveError
 from accelpatch.models import checkpoint
 from accelpatch.models.catalog import resolve
 from accelpatch.models.load import from_config, silent
-from accelpatch.quant import packing
+from accelpatch.quant import fp8_blocks, packing
 from accelpatch.quant.formats import dequantize, weight_of
 from accelpatch.quant.weight import PARTS
 
 #: of a layer in any of the formats; headers reserve room for these names
 NAMES = (
     "qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_scale", "weight_shape",
-    "weight_zero_point", "weight_g_idx", "input_scale",
+    "weight_zero_point", "weight_g_idx", "weight_global_scale", "weight_scale_inv", "input_scale",
 )  # fmt: skip
 WRITTEN = ("config.json", "quantize_config.json", RECIPE, checkpoint.CHECKSUMS, INDEX)  # anew, or of accelpatch alone
 LEFT_OUT = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".py")  # weights of any kind, and code
+GGUF = "gguf"  # beside FORMATS
 Read = Callable[[str], Tensor]
 Progress = Callable[[str, int, int], None]
 
@@ -82,20 +83,15 @@ def export(
 ) -> Exported:  # fmt: skip
     """Write the saved patched model in the folder `source` in another format into the folder `out`, all or nothing.
 
-    to: compressed-tensors, gptq or awq. out: new or empty; default: beside the source, with the format in its name.
-    Raises LoadError for a source that is none, and SaveError for what the format cannot hold or the disk does not.
+    to: a key of FORMATS, or gguf. out: new or empty; default: beside the source, with the format in its name. Raises
+    LoadError for a source that is none, and SaveError for what the format cannot hold or the disk does not.
     """
-    if to not in FORMATS:
-        raise SaveError(f"--to is {to!r}: it is one of {', '.join(FORMATS)}")
-    place = resolve(str(source))
-    if place.kind != "folder":
-        raise LoadError(f"{source} is no folder of a saved patched model: `accelpatch quantize` writes one")
-    folder = Path(place.location)
-    target = folder.with_name(f"{folder.name}-{to}") if out is None else Path(out)
+    folder, target = _places(source, to, out)
     shard_size(max_shard_size)
-    check_folder(target)
-    check_empty(target)
-    found, form = _opened(folder), FORMATS[to]
+    found = _opened(folder)
+    if to == GGUF:
+        return _as_gguf(found, target)
+    form = FORMATS[to]
     with one_by_one(found.saved) as tensor:
         _sort(found, tensor)
         groups = groups_of(found.layers)
@@ -113,6 +109,31 @@ def export(
                 shards.finish()
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     return Exported(target, str(form.config(groups, (), ()).get("format", to)), len(found.layers), size, tuple(notes))
+
+
+def _places(source: str | Path, to: str, out: str | Path | None) -> tuple[Path, Path]:
+    """The folder that is read, and the one that is written, which is new or empty."""
+    if to not in (*FORMATS, GGUF):
+        raise SaveError(f"--to is {to!r}: it is one of {', '.join((*FORMATS, GGUF))}")
+    place = resolve(str(source))
+    if place.kind != "folder":
+        raise LoadError(f"{source} is no folder of a saved patched model: `accelpatch quantize` writes one")
+    folder = Path(place.location)
+    target = folder.with_name(f"{folder.name}-{to}") if out is None else Path(out)
+    check_folder(target)
+    check_empty(target)
+    return folder, target
+
+
+def _as_gguf(found: _Source, target: Path) -> Exported:
+    export_gguf.check(found.config, found.saved)
+    with one_by_one(found.saved) as tensor, replaced_folder(target, lambda _: False) as made:
+        notes = export_gguf.write(made / "model.gguf", found.folder, found.config, found.saved, tensor)
+        _copy(found.folder, made)
+        config = {key: value for key, value in found.config.items() if key != "quantization_config"}
+        (made / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    size = (target / "model.gguf").stat().st_size
+    return Exported(target, GGUF, len(found.saved.sites), size, tuple(notes))
 
 
 def _opened(folder: Path) -> _Source:
@@ -159,12 +180,18 @@ def _layer(path: str, kind: str, saved: Saved, tensor: Read) -> Layer:
     q, scale = held["q"], held["scale"]
     if q is None or scale is None or len(q.shape) != 2 or len(scale.shape) != 2:
         raise LoadError(f"{path} has no matrix of codes with scales: write the checkpoint again")
-    n, k = q.shape[0], q.shape[1] * 8 // BITS.get(kind, 8)
-    if scale.shape[0] != n or not scale.shape[1] or k % scale.shape[1] or (kind not in BITS and scale.shape[1] != 1):
+    n, k = q.shape[0], q.shape[1] * 8 // (4 if kind in FLOATS else BITS.get(kind, 8))
+    if kind == BLOCKS:
+        return Layer(path, kind, n, k, fp8_blocks.SIZE, form=q.dtype)
+    grouped = kind in (*BITS, *FLOATS)
+    if scale.shape[0] != n or not scale.shape[1] or k % scale.shape[1] or (not grouped and scale.shape[1] != 1):
         raise LoadError(f"{path}.scale is {list(scale.shape)} for a weight {[n, k]}: write the checkpoint again")
     zeros = False
     if held["offset"] is not None:
         with _refused(path):
+            if kind in FLOATS:
+                packing.one_factor(tensor(f"{path}.offset"))
+                return Layer(path, kind, n, k, k // scale.shape[1])
             zeros = packing.has_zero_points(tensor(f"{path}.scale"), tensor(f"{path}.offset"), BITS.get(kind, 4))
     return Layer(
         path, kind, n, k, k // scale.shape[1], zeros, held["input_scale"] is not None, held["order"] is not None,
@@ -176,6 +203,8 @@ def _notes(found: _Source, groups: Sequence[Group]) -> Iterator[str]:
     for path, name in found.floats.items():
         yield f"{path} is {KINDS[found.saved.sites[path]]} in the source and float here ({name})"
     for group in groups:
+        if group.kind == "nvfp4":
+            yield "scales of inputs are left out: activations stay floats here"
         sizes = {one.group_size for one in found.layers if one.path in group.paths}
         if group.kind in BITS and len(sizes) > 1 and group.group_size > 0:
             yield f"groups of {', '.join(map(str, sorted(sizes)))} inputs are written as groups of {group.group_size}"

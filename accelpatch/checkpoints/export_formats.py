@@ -1,9 +1,11 @@
 """What others' formats hold of a patched model's linear layers: which, in which groups, and what config.json says.
 
-    compressed-tensors   int4, int8 (pack-quantized); w8a8 (int-quantized); fp8 (float-quantized); several at once
+    compressed-tensors   int4, int8 (pack-quantized); w8a8 (int-quantized); fp8 (float-quantized); mxfp4, nvfp4
+                         (..-pack-quantized); several at once
     gptq                 int3, int4 or int8, symmetric as v1, with zero points as v2 (v1 has them less one, which some
                          readers undo in whole words and some in each field)
     awq                  int4, GEMM
+    fp8                  fp8 in blocks of 128 x 128, as transformers has DeepSeek-V3's
 
 Groups of several sizes become ones of the largest size that divides them all, with repeated scales: the same weight.
 """
@@ -19,14 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelpatch.quant import packing
+from accelpatch.quant import fp8_blocks, packing
 from accelpatch.quant.formats import weight_of
 
 BITS = {"int3": 3, "int4": 4, "int8": 8}  # of kinds without quantised activations, in integers
 KINDS = {
     "int3_weight_only": "int3", "int4_weight_only": "int4", "int8_weight_only": "int8", "w8a8": "w8a8",
-    "w8a8_fp8": "fp8", "fp8_weight_only": "fp8 weights",
+    "w8a8_fp8": "fp8", "fp8_weight_only": "fp8 weights", "mxfp4_weight_only": "mxfp4", "nvfp4_weight_only": "nvfp4",
+    "fp8_blocks": "fp8 blocks",
 }  # fmt: skip
+FLOATS = ("mxfp4", "nvfp4")  # kinds of 4-bit floats
+BLOCKS = "fp8 blocks"  # the kind of fp8 in blocks of 128 x 128
 ROWS = -1  # a group size: one scale a row
 Parts = Mapping[str, Tensor | None]
 
@@ -151,6 +156,8 @@ def _tensors_of_compressed(parts: Parts, group: Group, dtype: torch.dtype) -> di
     q, scale = parts["q"], parts["scale"]
     assert q is not None
     assert scale is not None
+    if group.kind in FLOATS:
+        return packing.four_bit_floats(q, scale, parts.get("offset"))
     return packing.rows(q, scale, parts.get("input_scale"), dtype)
 
 
@@ -158,6 +165,7 @@ def _tensors_of_compressed(parts: Parts, group: Group, dtype: torch.dtype) -> di
 OF_COMPRESSED = {
     "int4": ("pack-quantized", "int"), "int8": ("pack-quantized", "int"), "w8a8": ("int-quantized", "int"),
     "fp8": ("float-quantized", "float"), "fp8 weights": ("float-quantized", "float"),
+    "mxfp4": ("mxfp4-pack-quantized", "float"), "nvfp4": ("nvfp4-pack-quantized", "float"),
 }  # fmt: skip
 ACTIVATIONS = ("w8a8", "fp8")
 
@@ -176,10 +184,14 @@ def _compressed_config(groups: Sequence[Group], kept: Sequence[str], heads: Sequ
 def _scheme(group: Group, every: bool) -> dict[str, Any]:
     """A config group. every: whether it has all linear layers but the ignored ones."""
     form, kind = OF_COMPRESSED[group.kind]
-    common = {"num_bits": BITS.get(group.kind, 8), "type": kind}
+    common = {"num_bits": BITS.get(group.kind, 4 if group.kind in FLOATS else 8), "type": kind}
     weights = {**common, "strategy": "channel", "group_size": None, "symmetric": group.symmetric, "dynamic": False}
     if group.kind in BITS and group.group_size != ROWS:
         weights |= {"strategy": "group", "group_size": group.group_size}
+    if group.kind in FLOATS:
+        whole = group.kind == "nvfp4"
+        weights |= {"strategy": "tensor_group" if whole else "group", "group_size": group.group_size}
+        weights |= {"scale_dtype": "torch.float8_e4m3fn" if whole else "torch.uint8"}
     if group.ordered:
         weights["actorder"] = "group"
     inputs = None
@@ -189,6 +201,13 @@ def _scheme(group: Group, every: bool) -> dict[str, Any]:
     targets = ["Linear"] if every else list(group.paths)
     return {"targets": targets, "weights": weights, "input_activations": inputs, "output_activations": None,
             "format": form}  # fmt: skip
+
+
+def _blocks_config(groups: Sequence[Group], kept: Sequence[str], heads: Sequence[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "modules_to_not_convert": [*kept, *heads] or None,
+    }  # fmt: skip
 
 
 FORMATS: Mapping[str, Format] = {
@@ -204,5 +223,9 @@ FORMATS: Mapping[str, Format] = {
     "awq": Format(
         "awq", ("int4",), (ROWS, 16, 32, 64, 128), {4: 8}, inputs_too=False, single=True, ordered=False, half=True,
         config=_awq_config, tensors=lambda parts, group, dtype: packing.awq(_coded(parts, group)),
+    ),
+    "fp8": Format(
+        "fp8", (BLOCKS,), (), {}, inputs_too=False, single=True, ordered=False, half=False, config=_blocks_config,
+        tensors=lambda parts, group, dtype: fp8_blocks.packed(weight_of(group.kind, parts)),
     ),
 }  # fmt: skip

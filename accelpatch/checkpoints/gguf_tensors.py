@@ -2,7 +2,7 @@
 
     Q8_0               int8_weight_only: codes, float16 scales, groups of 32
     Q4_0, Q4_1         int4_weight_only, symmetric or with a float16 minimum, groups of 32; as embeddings, gguf_blocks
-    Q4_K, Q6_K         gguf_blocks: the file's own bytes
+    Q5_0, Q5_1, IQ4_NL, Q2_K to Q6_K, IQ4_XS   gguf_blocks: the file's own bytes
     F32, F16, BF16     floats
 
 Rows of q and k that llama.cpp permuted for rotary pairs are put back in the model's order; a row is whole blocks.
@@ -34,8 +34,28 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ONE_LEVEL = {"Q8_0": "int8_weight_only", "Q4_0": "int4_weight_only", "Q4_1": "int4_weight_only"}
 BLOCKS = "gguf_blocks"  # the replacer of blocks that stay as they are
 AS_BLOCKS = "blocks_"  # before a form: of a tensor whose blocks stay, though their form has one level
-#: GGUF's architecture -> whether its files have the rows of q and k permuted
-ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
+
+
+class Architecture(NamedTuple):
+    """What is so in an architecture's files. permuted: rows of q and k in rotary pairs. more: norms as 1 + weight.
+    layer: names of a layer's tensors that are other ones than LAYER's."""
+
+    permuted: bool = False
+    more: bool = False
+    layer: Mapping[str, str] = {}
+
+
+FOUR_NORMS = {
+    "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+#: GGUF's architecture -> what is so in its files
+ARCHITECTURES = {
+    "llama": Architecture(permuted=True), "qwen2": Architecture(), "qwen3": Architecture(),
+    "gemma2": Architecture(more=True, layer=FOUR_NORMS),
+    "gemma3": Architecture(more=True, layer=FOUR_NORMS),
+    "phi3": Architecture(layer={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
+}  # fmt: skip
 MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -106,6 +126,8 @@ class GgufFile:
         held = raw.view(FLOATS[placed.form]).view(placed.shape) if placed.form in FLOATS else raw.view(rows, -1)
         if placed.form in FORMS and (bad := not_finite(held, placed.form)):
             raise LoadError(f"{self.path}: {placed.name}: the scale of block {bad} is NaN or infinite: {FETCH}")
+        if ARCHITECTURES[str(self.header.values["general.architecture"])].more and placed.name.endswith("norm.weight"):
+            held = held - 1
         if placed.heads:
             pairs = held.view(placed.heads, rows // placed.heads // 2, 2, -1)
             held = pairs.transpose(1, 2).reshape(held.shape)
@@ -137,7 +159,7 @@ def open_gguf(path: Path) -> GgufFile:
     for (name, kind, shape), offset in zip(header.tensors, header.offsets, strict=True):
         if name not in gguf_rotary.TENSORS:
             placed = _placed(path, header, name, kind, shape, offset, size)
-            found[_model_name(path, placed, tied)] = placed
+            found[_model_name(path, placed, tied, ARCHITECTURES[architecture].layer)] = placed
     if sum(one.size for one in found.values()) > size:
         raise LoadError(f"{path}: its tensors overlap: {FETCH}")
     return GgufFile(path, header, found)
@@ -163,7 +185,7 @@ def _heads(path: Path, header: Header, name: str, rows: int) -> int:
     """How many heads the permuted rows of a tensor belong to; 0 where they are in the model's order."""
     architecture = str(header.values["general.architecture"])
     part = name.split(".")[-2] if name.count(".") == 3 else ""
-    if not ARCHITECTURES[architecture] or part not in ("attn_q", "attn_k"):
+    if not ARCHITECTURES[architecture].permuted or part not in ("attn_q", "attn_k"):
         return 0
     every = header.values.get(f"{architecture}.attention.head_count")
     heads = header.values.get(f"{architecture}.attention.head_count_kv", every) if part == "attn_k" else every
@@ -172,10 +194,10 @@ def _heads(path: Path, header: Header, name: str, rows: int) -> int:
     return heads
 
 
-def _model_name(path: Path, placed: Placed, tied: bool) -> str:
+def _model_name(path: Path, placed: Placed, tied: bool, layer: Mapping[str, str]) -> str:
     """The model's name of a tensor. Raises LoadError for one that none of these models has."""
     inner, outer = OF_LAYER.fullmatch(placed.name), OF_MODEL.fullmatch(placed.name)
-    module = LAYER.get(inner[2]) if inner else MODEL.get(outer[1]) if outer else None
+    module = layer.get(inner[2], LAYER.get(inner[2])) if inner else MODEL.get(outer[1]) if outer else None
     if module is None:
         raise LoadError(f"{path}: {placed.name} is no tensor of a model that is read as it is stored: give another "
                         "recipe, which unpacks the file to float")  # fmt: skip

@@ -20,7 +20,7 @@ from accelpatch.models.foreign_layouts import METHODS
 from accelpatch.models.gguf_header import TYPES, read_header
 from accelpatch.models.unread import FLOAT, reason
 
-FOUR_BITS = ("int4", "nf4", "fp4", "mxfp4")  # how the names of replacers with two codes a byte begin
+FOUR_BITS = ("int4", "nf4", "fp4", "mxfp4", "nvfp4")  # how the names of replacers with two codes a byte begin
 PARTS = ("q", "scale", "offset")
 OF_OPT = "self_attn.qk_bmm.a"  # a tensor that only SmoothQuant's OPT has
 RECIPE_RUN = "float weights: `accelpatch run {place} --recipe int8` quantises them while they load"

@@ -10,12 +10,14 @@ import typer
 from . import console
 from .options import JsonOption
 
-Formats = Literal["compressed-tensors", "gptq", "awq"]
+Formats = Literal["compressed-tensors", "gptq", "awq", "fp8", "gguf"]
 
 
 def export(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder that `accelpatch quantize` wrote.")],
-    to: Annotated[Formats, typer.Option("--to", help="What vLLM, SGLang and transformers read, without accelpatch.")],
+    to: Annotated[
+        Formats, typer.Option("--to", help="What vLLM, SGLang, transformers or llama.cpp read, without accelpatch.")
+    ],
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FOLDER", help="New folder; default: DIR with the format in its name."),
@@ -23,7 +25,7 @@ def export(
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file, such as 2GB.")] = "5GB",
     json: JsonOption = False,
 ) -> None:
-    """Write the patched model in DIR as compressed-tensors, GPTQ or AWQ; refused with the reason where it cannot be."""
+    """Write the patched model in DIR in a format of others; refused with the reason where it cannot be."""
     from accelpatch.checkpoints import target
     from accelpatch.models import precheck
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.codebooks import E8M0
+from accelpatch.kernels.codebooks import E4M3, E8M0
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HALVES = (torch.bfloat16, torch.float16)
@@ -24,13 +24,13 @@ def say(tensor: Tensor) -> str:
 
 
 def check_scale(op: str, n: int, k: int, scale: Tensor, offset: Tensor | None = None) -> int:
-    """The group size of a weight[n, k] with this scale. Raises KernelError where the shapes do not fit."""
-    fits = scale.dim() == 2 and scale.shape[0] == n and scale.dtype in (*FLOATS, E8M0)
+    """The group size of a weight[n, k] with this scale. An offset has the scale's shape; beside scales in e4m3 it is a
+    factor for each row. Raises KernelError where the shapes do not fit."""
+    fits = scale.dim() == 2 and scale.shape[0] == n and scale.dtype in (*FLOATS, E8M0, E4M3)
     require(fits, op, f"scale is float [N, G] with N = {n}, not {say(scale)}")
     groups = scale.shape[1]
     require(groups >= 1 and k % groups == 0, op, f"{groups} groups do not divide K = {k} evenly")
     if offset is not None:
-        require(
-            offset.shape == scale.shape, op, f"offset has the shape of scale {list(scale.shape)}, not {say(offset)}"
-        )
+        due = [n, 1] if scale.dtype == E4M3 else list(scale.shape)
+        require(list(offset.shape) == due, op, f"offset is {due} here, not {say(offset)}")
     return k // groups

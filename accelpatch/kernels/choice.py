@@ -122,7 +122,11 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
         Row(("hip", "hip_unpack", "torch"), rows=(0, 24), note=f"{H200}: three passes over the weight"),
         Row(("hip_unpack", "torch"), note=H200),
     ),
-    "fp8_linear": (Row(("hip", "torch")),),
+    "fp8_linear": (
+        Row(("hip", "triton", "torch"), rows=(0, 8), note=ONE_PASS),
+        Row(("triton", "hip", "torch"), rows=(9, 64), note="not measured; a launch of hip for each 8 rows reads more"),
+        Row(("torch",)),
+    ),
     "quantize_rows": TRITON,
     "gemm_w8a8": (
         Row(("triton", "ck", "int_mm", "torch"), rows=(0, STREAMED), sizes={"B": (1, 1)}, note="it streams the weight"),

@@ -1,8 +1,12 @@
-"""The 16 values of each code of 4 bits that stands for a table: bitsandbytes' nf4 and fp4, and MXFP4's e2m1.
+"""The 16 values of each code of 4 bits that stands for a table: bitsandbytes' nf4 and fp4, MXFP4's e2m1, NVFP4.
 
 A weight is CODEBOOKS[name][u] * scale; each value is exact in float32. nf4 and fp4 have the group's largest magnitude
 as its scale. Source: `quant_map` of the checkpoints that bitsandbytes writes (QLoRA, arXiv 2305.14314, appendix E, for
 nf4). e2m1 has powers of two, of groups of 32 values. Source: OCP Microscaling Formats (MX) Specification, v1.0.
+
+nvfp4 has the values of e2m1 in groups of 16, with scales in e4m3, and a float32 for the whole weight. That is held as a
+factor of each row, where other weights have offsets: weight = CODEBOOKS[name][u] * (scale * factor). Source: NVIDIA,
+Pretraining Large Language Models with NVFP4, arXiv 2509.25149.
 """
 
 from __future__ import annotations
@@ -25,13 +29,16 @@ CODEBOOKS: dict[str, tuple[float, ...]] = {
     ),
     "e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
 }  # fmt: skip
+NVFP4, NVFP4_GROUP = "nvfp4", 16  # values along K that share a scale
+CODEBOOKS[NVFP4] = CODEBOOKS["e2m1"]
+E4M3 = torch.float8_e4m3fn
 MXFP4_GROUP = 32  # values along K that share a scale of e2m1
 E8M0 = torch.float8_e8m0fnu  #: of a byte e: 2^(e - 127), and 255 is NaN
 
 
 def scale_dtype(codes: str) -> torch.dtype:
     """The dtype of a codebook's scales."""
-    return E8M0 if codes == "e2m1" else torch.float32
+    return {"e2m1": E8M0, NVFP4: E4M3}.get(codes, torch.float32)
 
 
 @cache

@@ -76,6 +76,7 @@ _COHERE_FORM: dict[str, Any] = {
 # Why tensor parallel does not split a family.
 _OVER_ALL = "its queries and keys are normalised over all heads"
 _FALCON = "the order of q, k and v in its one linear layer differs from version to version"
+_LATENT = "its keys and values are made of a compressed cache (MLA), which fused layers do not read"
 _GLM4_LAYER = LayerForm(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
 FAMILIES: tuple[Family, ...] = (
@@ -244,6 +245,17 @@ FAMILIES: tuple[Family, ...] = (
         **_LLAMA_FORM,
         sparse=Sparse(normalise="norm_topk_prob", narrow=True),
     ),
+    # Its tables have half a head's width, and its experts' gate and up alternate.
+    Family(
+        "gpt_oss",
+        _SEPARATE | {"*.mlp.router": "router", "*.mlp.experts": "experts"} | _LAYER,
+        classes="GptOss",
+        norm=Norm(late=True),
+        layer=LayerForm(),
+        unfused="its softmax has sinks, which the attention of fused layers does not add",
+    ),
+    Family("deepseek_v2", _LLAMA | _MOE, classes="DeepseekV2", norm=Norm(), layer=LayerForm(), unfused=_LATENT),
+    Family("deepseek_v3", _LLAMA | _MOE, classes="DeepseekV3", norm=Norm(), layer=LayerForm(), unfused=_LATENT),
 )
 
 # Linear layers whose forward is x @ weight^T + bias: torch's own, and the same written otherwise.

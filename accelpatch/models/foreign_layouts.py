@@ -3,7 +3,9 @@
     gptq, awq            linear layers of 4 bits (gptq: 8 too), as GPTQModel and AutoAWQ write them
     bitsandbytes         linear layers in nf4, fp4 or LLM.int8()
     compressed-tensors   the same, pack-quantized; int-quantized and float-quantized, whose activations have 8 bits too;
-                         MXFP4
+                         MXFP4, NVFP4
+    fp8                  linear layers in FP8 blocks of 128 x 128, of DeepSeek-V3, Qwen3 and transformers
+    modelopt             linear layers in NVFP4, as NVIDIA's ModelOpt writes them
     mxfp4                experts in MXFP4, as transformers has gpt-oss
 
 Each quantised layer has the tensors that its record names; all else is float under the family's names. To read another:
@@ -20,13 +22,15 @@ from types import MappingProxyType
 @dataclass(frozen=True)
 class Scheme:
     """What compressed-tensors may say of the layers of one of its formats: `strategy`, `num_bits`, `type` and
-    `group_size` (None: any) of their weights, and whether their activations are quantised."""
+    `group_size` (None: any) of their weights, and whether their activations are quantised. floats: activations stay
+    floats here, whatever it says of them."""
 
     strategies: tuple[str, ...]
     bits: tuple[int, ...] = (8,)
     type: str = "int"
     activations: bool = False
     group_size: int | None = None
+    floats: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,17 @@ LAYOUTS: Mapping[str, ForeignLayout] = MappingProxyType({
     "mxfp4-pack-quantized": ForeignLayout(
         "compressed-tensors", TENSORS, "mxfp4.packed", ("weight_packed", "weight_scale"),
         {"weight_packed": "mxfp4_weight_only"}, Scheme(("group",), (4,), "float", group_size=32)),
+    "nvfp4-pack-quantized": ForeignLayout(
+        "compressed-tensors", TENSORS, "nvfp4.compressed",
+        ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
+        {"weight_packed": "nvfp4_weight_only"}, Scheme(("tensor_group",), (4,), "float", group_size=16, floats=True)),
+    "modelopt": ForeignLayout(
+        "modelopt", "TensorRT-LLM, or vLLM,", "nvfp4.modelopt",
+        ("weight", "weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale"),
+        {"weight_scale_2": "nvfp4_weight_only"}),
+    "fp8": ForeignLayout(
+        "fp8", "transformers itself, on a GPU,", "fp8_blocks.blocks", ("weight", "weight_scale_inv"),
+        {"weight_scale_inv": "fp8_blocks"}),
     "mxfp4": ForeignLayout(
         "mxfp4", "transformers with the package kernels", "mxfp4.experts",
         tuple(f"{name}_{part}" for name in ("gate_up_proj", "down_proj") for part in ("blocks", "scales", "bias")),
@@ -93,10 +108,10 @@ LIBRARIES: Mapping[str, str] = {
     "autoround": "transformers with the package auto-round", "intel/auto-round": "the package auto-round",
     "bitblas": MODEL, "bitnet": "transformers itself", "eetq": "transformers with the package kernels",
     "exl2": "ExLlamaV2", "exl3": "ExLlamaV3", "fbgemm_fp8": "transformers with the package fbgemm-gpu",
-    "fouroversix": "transformers with the package fouroversix", "fp8": "transformers itself, on a GPU,",
+    "fouroversix": "transformers with the package fouroversix",
     "fp_quant": "transformers with the package fp_quant", "higgs": "transformers with the package flute-kernel",
     "hqq": "transformers with the package hqq", "marlin": "vLLM", "metal": "transformers with the package kernels",
-    "modelopt": "TensorRT-LLM, or vLLM,", "modelopt_fp4": "TensorRT-LLM, or vLLM,",
+    "modelopt_fp4": "TensorRT-LLM, or vLLM,",
     "mxfp8": "transformers itself, on a GPU,",
     "nvfp4": "transformers with the package kernels", "qqq": MODEL,
     "quanto": "transformers with the package optimum-quanto", "quark": "transformers with the package amd-quark",
@@ -105,7 +120,6 @@ LIBRARIES: Mapping[str, str] = {
 }  # fmt: skip
 #: formats of compressed-tensors that are not read -> what they are
 FORMATS = {
-    "nvfp4-pack-quantized": "NVFP4 weights",
     "mxfp8-quantized": "MXFP8 weights", "marlin-24": "2:4 sparse weights in Marlin's packing",
     "mixed-precision": "layers in several formats", "dense": "weights that are not compressed",
 }  # fmt: skip

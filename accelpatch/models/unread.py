@@ -14,6 +14,7 @@ from accelpatch.models.foreign_layouts import FORMATS, LAYOUTS, LIBRARIES, MODEL
 
 FLOAT = "give the float checkpoint that it was made from"
 SCHEMES = {name: one.scheme for name, one in LAYOUTS.items() if one.scheme is not None}
+NVFP4 = ("NVFP4", "W4A16_NVFP4")  # quant_algo of modelopt
 MIXED = ("bits", "group_size", "sym", "data_type")  # of auto-round, for the model and for single layers
 
 
@@ -25,6 +26,11 @@ def reason(config: Mapping[str, Any]) -> str | None:
         return _sentence(f"{method}{mixed}", LIBRARIES[method])
     if method == "compressed-tensors":
         return next((_sentence(f"compressed-tensors with {what}", TENSORS) for what in _compressed(config)), None)
+    if method == "fp8" and list(config.get("weight_block_size") or ()) != [128, 128]:
+        size = config.get("weight_block_size")
+        return _sentence(f"fp8 with weight_block_size {size}", LAYOUTS["fp8"].library)
+    if method == "modelopt" and config.get("quant_algo") not in NVFP4:
+        return _sentence(f"modelopt with quant_algo {config.get('quant_algo')!r}", LAYOUTS["modelopt"].library)
     if method in ("gptq", "awq"):
         return next((_sentence(f"{method} with {what}", by) for what, by in _packed(config)), None)
     return None
@@ -107,7 +113,7 @@ def _scheme(name: str, read: Scheme, kind: Mapping[str, Any]) -> Iterator[str]:
         yield f"groups of {size} in the format {name}"
     if (read.activations or read.type == "float") and weights.get("symmetric") is False:
         yield f"asymmetric weights of {bits} bits in the format {name}"
-    if inputs and not read.activations:
+    if inputs and not read.activations and not read.floats:
         yield f"quantised activations beside weights in the format {name} (input_activations)"
     if read.activations:
         yield from _inputs(name, read.type, inputs)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.kernels.layouts.row_major import RowMajor
+from accelpatch.kernels.operation import wants_gradient
 from accelpatch.kernels.ops.linear.by_layout import embedded, linear
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.norm import SMOOTHED
@@ -18,6 +19,7 @@ from accelpatch.modules.packed_weight import PackedWeight
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.modules.replacement import adopt, runs_original, without_casts
 from accelpatch.modules.weight_view import UnpackedWeight, WeightView
+from accelpatch.quant import fp8
 from accelpatch.quant.formats import dequantize
 from accelpatch.quant.smoothing import SMOOTHING, SiteStatistics
 
@@ -29,7 +31,7 @@ class QuantizedLinear(QuantizedModule):
     and written without them. None where nothing is smoothed, or where the model came smoothed from a checkpoint.
     """
 
-    own_buffers = ("like", *SMOOTHING)
+    own_buffers: tuple[str, ...] = ("like", *SMOOTHING)
 
     bias: Tensor | None
     factors: Tensor | None
@@ -140,8 +142,49 @@ class CodebookLinear(QuantizedLinear):
         return f"{super().extra_repr()}, codes={self.codes}"
 
 
+class NVFP4Linear(CodebookLinear):
+    """The same in NVFP4. input_scale[1]: of the checkpoint it comes from; kept, saved, and not applied."""
+
+    own_buffers = (*CodebookLinear.own_buffers, "input_scale")
+    input_scale: Tensor | None
+
+    def hold(self, weight: RowMajor | QuantizedModule, original: nn.Module, packable: bool) -> None:
+        super().hold(weight, original, packable)
+        given = getattr(weight, "input_scale", None)
+        if given is None:
+            self.input_scale = None
+        else:
+            self.register_buffer("input_scale", given.to(self.like.device), persistent=False)
+
+    def canonical(self) -> Any:
+        return super().canonical().replace(input_scale=self.input_scale)
+
+    def _take(self, new: RowMajor) -> None:
+        super()._take(new)
+        self.input_scale = getattr(new, "input_scale", None)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Move with the model; a cast does not round the scale of its input."""
+        kept = {} if self.input_scale is None else {"input_scale": self.input_scale}
+        super()._apply(fn, recurse)
+        without_casts(self, kept)
+        return self
+
+
 class Fp8WeightOnlyLinear(QuantizedLinear):
     """8-bit float weight, one scale per output channel."""
+
+
+class Fp8BlockLinear(Fp8WeightOnlyLinear):
+    """8-bit float weight in blocks of 128 x 128. Where its layout says so, x is rounded to 8-bit floats too, with a
+    scale for each 128 values of a token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[..., K] -> y[..., N] in x's dtype."""
+        x = autocast(x)
+        wanted = self.training or wants_gradient((x, self.bias))  # which rounding has none of
+        rounds = self.layout.rounds and not wanted
+        return linear(fp8.rounded(x) if rounds else x, self.layout, self.bias, training=self.training)
 
 
 class W8A8Linear(QuantizedLinear):

@@ -148,6 +148,22 @@ def rows(q: Tensor, scale: Tensor, input_scale: Tensor | None, dtype: torch.dtyp
     return made if input_scale is None else made | {"input_scale": _stored(input_scale, dtype)}
 
 
+def four_bit_floats(q: Tensor, scale: Tensor, factors: Tensor | None) -> dict[str, Tensor]:
+    """Codes of e2m1 with scales in E8M0 as MXFP4, or with ones in e4m3 and the factors of rows as NVFP4."""
+    packed = {"weight_packed": q.view(torch.uint8)}
+    if factors is None:
+        return packed | {"weight_scale": scale.view(torch.uint8)}
+    whole = one_factor(factors).reciprocal().float().reshape(1)
+    return packed | {"weight_scale": scale, "weight_global_scale": whole}
+
+
+def one_factor(factors: Tensor) -> Tensor:
+    """The factor of all rows of a weight in NVFP4. Raises KernelError where they differ."""
+    if not bool((factors == factors[0]).all()):
+        raise KernelError("factors that differ from row to row, and NVFP4 has one for a weight in its files")
+    return factors[0]
+
+
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Scales in the model's dtype, as the format's own tools write them, where it holds them; else as they are."""
     cast = scale.to(dtype)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
+from accelpatch.kernels.codebooks import E4M3
 from accelpatch.kernels.layouts.row_major import RowMajor
 
 PARTS = ("q", "scale", "offset", "order", "input_scale")  # tensors of all formats, as checkpoints name them
@@ -62,6 +63,12 @@ def check_held(
         raise KernelError(f"q is {q.dtype} {list(q.shape)}, and {codes[0]} {[n, (k or 0) * bits // 8]} belongs here")
     for name, one in (("scale", scale), ("offset", offset)):
         if one is None:
+            if scale.dtype == E4M3 and name == "offset":
+                raise KernelError("offset is missing, the factors of rows: write the checkpoint again")
+            continue
+        if scale.dtype == E4M3 and name == "offset":
+            if one.dtype != torch.float64 or list(one.shape) != [n, 1] or not bool(one.isfinite().all()):
+                raise KernelError(f"offset is {one.dtype} {list(one.shape)}, and finite float64 {[n, 1]} belongs here")
             continue
         groups = one.shape[1] if one.dim() == 2 else 0
         dtypes = (*floats, torch.int8) if name == "offset" else floats

@@ -17,7 +17,7 @@ from accelpatch.replacers import experts, weight_only
 from accelpatch.replacers.attention import FlashAttentionReplacer
 from accelpatch.replacers.compact import Compact
 from accelpatch.replacers.experts import FloatExpertsReplacer
-from accelpatch.replacers.fp8 import Fp8WeightOnly, W8A8Fp8
+from accelpatch.replacers.fp8 import Fp8Blocks, Fp8WeightOnly, W8A8Fp8
 from accelpatch.replacers.gated_mlp import GatedMLPReplacer
 from accelpatch.replacers.gemv import Gemv
 from accelpatch.replacers.gguf import AsStored, GgufBlocks
@@ -28,6 +28,7 @@ from accelpatch.replacers.w8a8 import W8A8
 
 BUILT_IN: tuple[type[Replacer], ...] = (
     *weight_only.FORMATS,
+    Fp8Blocks,
     Fp8WeightOnly,
     W8A8,
     W8A8Fp8,

@@ -7,6 +7,7 @@ one are other numbers in the other, so that a weight of another form than the de
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.layouts.row_major import FP8, Fp8Rows, RowMajor, fp8_name
+from accelpatch.kernels.layouts.row_major import FP8, FP8_BLOCK, Fp8Rows, RowMajor, fp8_name
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.linear import fp8_linear, w8a8_linear
 from accelpatch.kernels.spec import Spec
-from accelpatch.modules.quantized_linear import Fp8Linear, Fp8WeightOnlyLinear, quantized
+from accelpatch.modules.quantized_linear import Fp8BlockLinear, Fp8Linear, Fp8WeightOnlyLinear, quantized
 from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
@@ -59,6 +60,41 @@ class Fp8WeightOnly(LinearReplacer):
 
     def _module(self, site: Site, weight: Fp8Rows) -> nn.Module:
         module: nn.Module = quantized(Fp8WeightOnlyLinear, site.original, weight)
+        return module
+
+
+class Fp8Blocks(Fp8WeightOnly):
+    """float8_e4m3fn weights with a float32 scale for each block of 128 x 128, held as scales of rows.
+
+    activations: whether inputs are rounded so too, with a scale for each 128 values of a token (W8A8).
+    """
+
+    name = "fp8_blocks"
+    fusable = True
+    options: ClassVar[Mapping[str, tuple[type, ...]]] = {"activations": (bool,)}
+    module = Fp8BlockLinear
+
+    def of_matrix(self, site: Site, n: int, k: int, options: Mapping[str, Any], device: Device) -> Choice | Reason:
+        spec = fp8_linear.of_shape(n, k, getattr(torch, site.dtype), blocks=k > FP8_BLOCK)
+        reason = dispatch.why_not(spec.op, HIP, spec, device)
+        kernel = dispatch.choose(spec.op, spec, device)
+        note = f"{spec.op} not by the HIP kernels: {reason}" if reason else ""
+        libraries = () if reason else fp8_linear.libraries(spec, device)
+        made = _choice(site, device, kernel, FP8[0], note, libraries, spec)
+        more = INT8_SCALE * n * (-(-k // FP8_BLOCK) - 1)
+        resident = made.resident_after + more
+        detail = {**made.detail, "rounds": bool(options.get("activations", False))}
+        return replace(made, bytes_after=token_bytes(site, resident), resident_after=resident, detail=detail)
+
+    def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
+        return self._made(site, choice, fp8.quantize_blocks(weight_of(site.original)))
+
+    def restore(self, site: Site, choice: Choice, held: Any) -> nn.Module:
+        fp8.check_blocks(held, site.n, site.k)
+        return self._made(site, choice, held)
+
+    def _made(self, site: Site, choice: Choice, weight: Fp8Rows) -> nn.Module:
+        module: nn.Module = quantized(self.module, site.original, weight.replace(rounds=choice.detail["rounds"]))
         return module
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from accelpatch.device import Device
 from accelpatch.errors import KernelError
-from accelpatch.kernels.codebooks import E8M0, MXFP4_GROUP
+from accelpatch.kernels.codebooks import E4M3, E8M0, MXFP4_GROUP, NVFP4, NVFP4_GROUP
 from accelpatch.kernels.layouts.row_major import Int3Rows, Int4Rows, Int8Rows, RowMajor
 from accelpatch.modules.quantized_linear import (
     CodebookLinear,
@@ -19,6 +19,7 @@ from accelpatch.modules.quantized_linear import (
     Int4WeightOnlyLinear,
     Int8Embedding,
     Int8WeightOnlyLinear,
+    NVFP4Linear,
     quantized,
 )  # fmt: skip
 from accelpatch.modules.quantized_module import QuantizedModule
@@ -64,6 +65,7 @@ class WeightOnly(CalibratedReplacer, LinearReplacer):
     wanted: ClassVar[Any] = None  # group sizes, where a rule says none; a number: the only one
     dtypes: ClassVar[tuple[torch.dtype, ...]]  # of scales, the usual one first
     codes: ClassVar[str] = ""
+    row_bytes: ClassVar[int] = 0  # beside its scales
 
     def quantized(self, weight: Tensor, detail: Mapping[str, Any]) -> RowMajor:
         """A float weight [N, K] in the format."""
@@ -93,7 +95,8 @@ class WeightOnly(CalibratedReplacer, LinearReplacer):
         kind = self.kind(kept)
         found = [(group, *kernel_for(op, site, device, group, kind)) for group in groups]
         group, kernel, note, spec = next((one for one in found if one[1] in (NATIVE, HIP)), found[0])
-        resident = n * k * bits // 8 + n * (k // group) * self.scale_bytes(kept, kernel) + bias_bytes(site)
+        scales = n * (k // group) * self.scale_bytes(kept, kernel) + n * self.row_bytes
+        resident = n * k * bits // 8 + scales + bias_bytes(site)
         return Choice(
             kernel, site.token_bytes, token_bytes(site, resident), resident, {"group_size": group} | kept | how, note,
             libraries=libraries(kernel, ON_GPU.get(self.op, self.op), site, device, group, kind),
@@ -249,6 +252,17 @@ class MXFP4WeightOnly(NF4WeightOnly):
     wanted, dtypes, codes = MXFP4_GROUP, (E8M0,), "e2m1"
 
 
+class NVFP4WeightOnly(MXFP4WeightOnly):
+    """4-bit codes of e2m1 with a scale in e4m3 for each 16 values along K, and a factor for each row."""
+
+    name = "nvfp4_weight_only"
+    module = NVFP4Linear
+    wanted, dtypes, codes, row_bytes = NVFP4_GROUP, (E4M3,), NVFP4, 8
+
+    def scale_bytes(self, detail: Mapping[str, Any], kernel: str) -> int:
+        return 1
+
+
 FORMATS: tuple[type[WeightOnly], ...] = (
-    Int8WeightOnly, Int4WeightOnly, Int3WeightOnly, NF4WeightOnly, FP4WeightOnly, MXFP4WeightOnly
+    Int8WeightOnly, Int4WeightOnly, Int3WeightOnly, NF4WeightOnly, FP4WeightOnly, MXFP4WeightOnly, NVFP4WeightOnly
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Folders as GPTQModel, AutoAWQ and bitsandbytes write them, with random codes: for speed only."""
+"""Folders as GPTQModel, AutoAWQ, bitsandbytes and others write them, with random codes: for speed only."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16",
     },
+    "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "fp8 blocks": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
 }  # fmt: skip
 
 
@@ -33,7 +35,9 @@ def write(folder: Path, kind: str, model: Any) -> int:
     config = model.config.to_dict() | {"quantization_config": CONFIGS[kind], "torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator(model.device).manual_seed(1)
-    made = {"gptq": _gptq, "gptq, act-order": _gptq, "awq": _awq, "nf4": _nf4}[kind]
+    made = {
+        "gptq": _gptq, "gptq, act-order": _gptq, "awq": _awq, "nf4": _nf4, "nvfp4": _nvfp4, "fp8 blocks": _fp8_blocks
+    }[kind]  # fmt: skip
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         path = name.removesuffix(".weight")
@@ -99,3 +103,19 @@ def _nf4(n: int, k: int, generator: torch.Generator, order: Tensor | None) -> Pa
     yield "weight.nested_quant_map", torch.linspace(-1, 1, 256, device=device)
     text = json.dumps(state).encode()
     yield "weight.quant_state.bitsandbytes__nf4", torch.tensor(list(text), dtype=torch.uint8, device=device)
+
+
+def _nvfp4(n: int, k: int, generator: torch.Generator, order: Tensor | None) -> Parts:
+    device = generator.device
+    yield "weight", _words(n, k // 8, generator).view(torch.uint8)
+    scales = torch.rand(n, k // 16, generator=generator, device=device) * 200 + 200
+    yield "weight_scale", scales.to(torch.float8_e4m3fn)
+    yield "weight_scale_2", torch.tensor(2e-5, device=device)
+
+
+def _fp8_blocks(n: int, k: int, generator: torch.Generator, order: Tensor | None) -> Parts:
+    device = generator.device
+    codes = torch.randn(n, k, generator=generator, device=device, dtype=torch.float32).mul_(100).clamp_(-448, 448)
+    yield "weight", codes.to(torch.float8_e4m3fn)
+    size = (-(-n // 128), -(-k // 128))
+    yield "weight_scale_inv", torch.rand(size, generator=generator, device=device) * 1e-4 + 1e-4

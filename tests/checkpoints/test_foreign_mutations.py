@@ -20,7 +20,7 @@ def mutated(rng: random.Random, tensors: dict[str, Tensor]) -> dict[str, Tensor]
     found, one = dict(tensors), tensors[name]
     kind = rng.randrange(6)
     if kind == 0:
-        data = one.clone().view(torch.uint8).flatten()
+        data = one.clone().flatten().view(torch.uint8)
         for _ in range(rng.randint(1, 64)):
             data[rng.randrange(len(data))] = rng.randrange(256)
         found[name] = data.view(one.dtype).view(one.shape)

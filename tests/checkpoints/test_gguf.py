@@ -201,7 +201,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "truncated": (lambda data: data.__delitem__(slice(len(data) - 4000, None)), "is truncated"),
     "nan-scale": (scale_of(UP, float("nan")), f"{UP}: the scale of block [0, 0] is NaN or infinite"),
     "inf-scale": (scale_of("blk.0.attn_v.weight", float("inf")), "attn_v.weight: the scale of block [0, 0]"),
-    "type-not-read": (put(UP, 20, "I", 13), f"{UP} is Q5_K, and Q8_0, Q4_0, Q4_1, Q4_K, Q6_K, F32, F16, BF16 are read"),
+    "type-not-read": (
+        put(UP, 20, "I", 15),
+        f"{UP} is Q8_K, and Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q5_K",
+    ),
     "type-unknown": (put(UP, 20, "I", 999), f"{UP} is type 999"),
     "offset-beyond": (put(UP, 24, "Q", 2**63), f"{UP} ends at byte"),
     "columns-overflow": (put(UP, 4, "Q", 2**63), f"{UP} ends at byte"),

@@ -47,7 +47,7 @@ NOT_READ: dict[str, tuple[dict[str, Any], str, str]] = {
         config_of(FLOAT) | {"sparsity_config": {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}},
         "sparse weights (sparsity_config: sparse-24-bitmask)", "vLLM",
     ),
-    "nvfp4": (config_of(PACKED) | {"format": "nvfp4-pack-quantized"}, "NVFP4 weights", "vLLM"),
+    "nvfp4-groups": (grouped("ct-nvfp4", "weights", group_size=32), "groups of 32 in the format nvfp4", "vLLM"),
     "mxfp4-inputs": (grouped("ct-mxfp4", "input_activations", **INPUTS), "quantised activations beside", "vLLM"),
     "mxfp4-integers": (grouped("ct-mxfp4", "weights", type="int"), "weights of the type int in", "vLLM"),
     "mixed": (config_of(PACKED) | {"format": "mixed-precision"}, "layers in several formats", "vLLM"),
@@ -88,8 +88,8 @@ NOT_READ: dict[str, tuple[dict[str, Any], str, str]] = {
         "with other bits for single layers (extra_config)", "the package auto-round",
     ),
     "hqq": ({"quant_method": "hqq"}, "hqq is not read", "the package hqq"),
-    "fp8-blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8 is not read", "transformers itself"),
-    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt is not read", "TensorRT-LLM"),
+    "fp8-whole": ({"quant_method": "fp8"}, "fp8 with weight_block_size None is not", "transformers itself"),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "with quant_algo 'FP8' is not", "TensorRT-LLM"),
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ READ = {
     "bnb-fp4": ("fp4_weight_only", 1e-5), "bnb-fp4-double": ("fp4_weight_only", 1e-5),
     "bnb-int8": ("int8_weight_only", 1e-5),
     "ct-mxfp4": ("mxfp4_weight_only", 1e-5),
+    "ct-nvfp4": ("nvfp4_weight_only", 1e-5), "modelopt-nvfp4": ("nvfp4_weight_only", 1e-5),
     "ct-int-w8a8": ("w8a8", 0.05), "ct-float-fp8": ("w8a8_fp8", 0.05),  # activations are rounded
 }  # fmt: skip
 

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from accelpatch.device import probe
-from accelpatch.kernels.codebooks import CODEBOOKS, scale_dtype
+from accelpatch.kernels.codebooks import CODEBOOKS, E4M3, NVFP4, scale_dtype
 from accelpatch.kernels.compiling import libraries
-from accelpatch.kernels.compiling.gpu_libraries import CODES, DTYPES, FP8, library_of
+from accelpatch.kernels.compiling.gpu_libraries import CODES, DTYPES, FP8, FP8_BLOCKS, library_of
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import compact_tiles, int4_tiles, tiling
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.quant import fp8, int4, int8
 from accelpatch.quant.formats import dequantize
 
-FP8_FORMS = tuple(FP8)
+FP8_FORMS = (*FP8, FP8_BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,11 @@ FORMATS = {
     "nf4_g32": Format("gemv_int4_32", 32, 32, "nf4", step=128),
     "fp4_g64": Format("gemv_int4_64", 64, 64, "fp4", step=128),
     "e2m1_g32": Format("gemv_int4_32", 32, 32, "e2m1", step=128),
+    "nvfp4_g16": Format("gemv_int4_32", 32, 16, "nvfp4", step=128),
     "int4_row": Format("gemv_int4", 1 << 20, 0, step=128),
     "int4_row_zero": Format("gemv_int4", 1 << 20, 0, "zero_point", step=128),
     "fp8": Format("gemv_fp8", 0, step=64),
+    "fp8_blocks": Format("gemv_fp8", 2, step=64),
     "compact": Format("gemv_compact", step=64),
 }
 # They quantise their input too, so that the float rule is not for them: see w8a8_checks.py and w8a8_fp8_checks.py.
@@ -109,6 +111,12 @@ def _affine(w: Tensor, form: Format, dtype: torch.dtype) -> tuple[Tensor, Tensor
     low, high = g.amin(-1), g.amax(-1)
     if form.offset in CODEBOOKS:
         most = g.abs().amax(-1).clamp(min=1e-6)
+        if form.offset == NVFP4:
+            factors = torch.linspace(0.01, 0.02, len(g), dtype=torch.float64)[:, None]
+            scale = (most / 6 / factors.float()).to(E4M3).float().clamp(min=2.0**-9)
+            book = torch.tensor(CODEBOOKS[NVFP4])
+            codes = (g[..., None] / (scale * factors.float())[..., None, None] - book).abs().argmin(-1).float()
+            return codes, scale.to(E4M3), factors
         scale = most if form.offset != "e2m1" else (most.log2().floor() - 2).exp2()
         book = torch.tensor(CODEBOOKS[form.offset])
         codes = (g[..., None] / scale[..., None, None] - book).abs().argmin(-1).float()
@@ -130,6 +138,7 @@ def _dense(codes: Tensor, scale: Tensor, offset: Tensor | None, form: Format, k:
     if form.library == "gemv_int8":
         return (c * s).flatten(1)[:, :k]
     if form.offset in CODEBOOKS:
+        s = s if offset is None else s * offset[..., None]
         return (torch.tensor(CODEBOOKS[form.offset], dtype=torch.float32).double()[codes.long()] * s).flatten(1)[:, :k]
     if offset is None:
         return ((c - 8) * s).flatten(1)[:, :k]
@@ -144,6 +153,13 @@ def in_tiles(rows: Tensor, interleaved: bool) -> Tensor:
     room = -(-rows.shape[0] // 16) * 8
     halves = [torch.cat((half, half.new_zeros(room - len(half), *half.shape[1:]))) for half in rows.chunk(2)]
     return torch.stack([half.view(-1, 8, *half.shape[1:]) for half in halves], 1).flatten(0, 2)
+
+
+def _of_nvfp4(table: Tensor, factors: Tensor, steps: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Pairs of scales in e4m3 and factors of rows, in tiles."""
+    pairs = torch.nn.functional.pad(table.view(torch.uint8), (0, table.shape[1] % 2)).view(torch.int16)
+    tiles = tiling.tile_scales(in_tiles(pairs, interleaved), steps=steps, groups=4, group_shift=0)
+    return tiles, tiling.whole_tiles(in_tiles(factors, interleaved)).view(-1, 16)
 
 
 def pack(w: Tensor, name: str, *, dtype: torch.dtype, interleaved: bool = False, dense: bool = True) -> Packed:
@@ -162,6 +178,15 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, interleaved: bool = False,
         quant = fp8 if name in ("fp8", W8A8_FP8) else int8
         rows = quant.quantize(w)
         return Packed(form, n, k, rows.w, rows.scale, dense=dequantize(rows, torch.float64) if dense else None)
+    if name == "fp8_blocks":
+        rows = fp8.quantize_blocks(w)
+        return Packed(form, n, k, rows.w, rows.scale, dense=dequantize(rows, torch.float64) if dense else None)
+    return _in_groups(w, form, dtype, interleaved, dense)
+
+
+def _in_groups(w: Tensor, form: Format, dtype: torch.dtype, interleaved: bool, dense: bool) -> Packed:
+    """As `pack`, of integers and codebooks."""
+    n, k = w.shape
     codes, table, offset = _affine(w, form, dtype)
     meaning = _dense(codes, table, offset, form, k) if dense else None
     flat = codes.flatten(1)[:, :k]
@@ -177,6 +202,9 @@ def pack(w: Tensor, name: str, *, dtype: torch.dtype, interleaved: bool = False,
         "groups": max(form.step // group, 1) if group else 1,
         "group_shift": shift,
     }
+    if form.offset == NVFP4 and offset is not None:
+        beside = _of_nvfp4(table, offset, steps, interleaved)
+        return Packed(form, n, k, held, *beside, meaning, 0, interleaved)
     if form.offset in CODEBOOKS:
         table, offset = int4_tiles.tables_of(table)
     tiles = tiling.tile_scales(in_tiles(table, interleaved), **shape)

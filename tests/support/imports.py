@@ -27,7 +27,10 @@ IMPORTS: dict[str, tuple[str, str]] = {
     ),
     # models.family: whose logits are scaled, which a loss over chunks must know
     "runtime": ("kernels modules fusion models.family models.multimodal report device own_code errors", "transformers"),
-    "checkpoints": ("replacers patching modules quant models recipe report device errors", "transformers safetensors"),
+    "checkpoints": (
+        "replacers patching modules quant models recipe report device errors",
+        "transformers safetensors gguf",  # gguf: writes the files that are exported
+    ),
     "bench": ("kernels runtime report device errors", "matplotlib"),  # matplotlib: plots, an optional package
     # pymoo: the genetic search, an optional package
     "tuning": ("kernels bench runtime report device cache errors", "yaml pymoo triton"),

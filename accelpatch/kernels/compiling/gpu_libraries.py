@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 DTYPES = ("bf16", "fp16")  # of activations, numbered as in the C interface
 OFFSETS = {"none": 0, "zero_point": 1, "minimum": 2}  # numbered as in gemv.h
 GROUPS_OF_64 = {**OFFSETS, "nf4": 3, "fp4": 4}  # what groups of 32 and 64 may be besides
-CODES = {**GROUPS_OF_64, "e2m1": 5}
+CODES = {**GROUPS_OF_64, "e2m1": 5, "nvfp4": 6}
 EXPERT_OFFSETS = {name: OFFSETS[name] for name in ("none", "minimum")}
 FP8 = {"e4m3fn": 0, "e4m3fnuz": 1}  # whether fnuz
+FP8_BLOCKS = "e4m3fn_blocks"  # with a scale for each row and 128 values of K
 WIDTHS = (64, 128, 256)  # columns of a head
 
 
@@ -44,7 +45,7 @@ FUNCTIONS: Mapping[str, Function] = {
     "experts_int4_32": Function(("experts/experts_int4_32.hip",), {**EXPERT_OFFSETS, "e2m1": CODES["e2m1"]}),
     "experts_int4_64": Function(("experts/experts_int4_64.hip",), EXPERT_OFFSETS),
     "int4_gemm": Function(("gemm/int4_gemm.hip",)),
-    "gemv_fp8": Function(("gemv/gemv_fp8.hip",), FP8),
+    "gemv_fp8": Function(("gemv/gemv_fp8.hip",), {**FP8, FP8_BLOCKS: 2}),
     "gemv_w8a8": Function(("gemv/gemv_w8a8.hip",)),
     "gemv_w8a8_fp8": Function(("gemv/gemv_w8a8_fp8.hip",), FP8),
     "gemv_compact": Function(("gemv/gemv_compact.hip",), dtypes=()),

@@ -35,10 +35,12 @@ enum { AP_MAX_BATCH = 8, AP_MAX_THREADS = 64, AP_ROWS = 16 };
  * group: how many k share a scale: k itself (one scale a row), or a multiple of 16 that divides k; 32 of AP_Q4_K, 16 of
  * AP_Q6_K, whose k is a multiple of 256; of AP_INT3 a multiple of 32.
  * AP_W8A8: the bytes of an AP_INT8 pack with one scale a row, for activations in int8 (quantize_rows.h).
- * AP_TABLE: w = table[u] * scale, u of 4 bits. AP_Q4_K, AP_Q6_K: the formats of GGUF, with their own bits. */
+ * AP_TABLE: w = table[u] * scale, u of 4 bits, of NVFP4 times the row's factor. AP_Q4_K, AP_Q6_K: the formats of GGUF,
+ * with their own bits. */
 typedef struct {
     int32_t kind;
-    int32_t half_scales; /* 1: the pack holds its scales (and minimums) as float16, exactly; AP_Q4_K and AP_Q6_K: 1 */
+    int32_t half_scales; /* 1: the pack holds its scales (and minimums) as float16, exactly; AP_Q4_K and AP_Q6_K: 1;
+                          * AP_TABLE, 2: as e4m3, and rows have a factor in float64 beside (NVFP4) */
     int32_t offset;      /* AP_INT4: w = (u - 8) * scale, u * scale + minimum or (u - zero point) * scale; AP_INT3: the
                             same with u - 4; others: 0 */
     float input_scale;   /* AP_W8A8: the static scale of its input; 0: each row of x has its own */
@@ -63,7 +65,8 @@ void ap_use_team(void* parallel, void* number, void* count);
 int64_t ap_pack_bytes(const ap_linear* shape);
 /* q: int8 [n, k], or packed nibbles [n, k / 2] with the even k in the low nibble; scale, and offset where it is a
  * minimum: float32 [n, k / group]; zero points: uint8. AP_INT3: codes of 3 bits in rows of 3 k / 8 bytes, low bits
- * first. AP_Q4_K, AP_Q6_K: q is rows of blocks as in a file, scale NULL.
+ * first. AP_Q4_K, AP_Q6_K: q is rows of blocks as in a file, scale NULL. NVFP4: offset is the factors of rows, float64
+ * [n].
  */
 int ap_pack(const ap_linear* shape, const void* q, const float* scale, const void* offset, void* pack);
 int ap_unpack(const ap_linear* shape, const void* pack, void* q, float* scale, void* offset);

@@ -10,10 +10,12 @@
 //   the upper 2 bits of the scale and the minimum of two groups; then the weights of 8 groups as of int4. Q6_K: d[16]
 //   (float16), scale[16 groups][16] (int8), then for each group the low 4 bits as of int4 and [16 rows][4 bytes]: the
 //   upper 2 bits of k i, 4 + i, 8 + i and 12 + i in byte i.
+// NVFP4: the scales of a table's group are bytes of e4m3, and a block ends with the factors of its rows, float64[16].
 // So a thread reads a block as one stream of bytes. Rows and k beyond the weight's own are stored as zeros with scale
 // zero.
 #pragma once
 #include <cmath>
+#include <cstring>
 
 #include "accelpatch_cpu.h"
 
@@ -35,12 +37,14 @@ inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1)
 inline bool has_superblocks(const ap_linear& w) { return w.kind == AP_Q4_K || w.kind == AP_Q6_K; }
 
 inline bool has_codes(int32_t kind) { return kind == AP_INT4 || kind == AP_INT3; }  // those with an offset
+// Tables whose scales are e4m3, beside a factor for each row.
+inline bool is_nvfp4(const ap_linear& w) { return w.kind == AP_TABLE && w.half_scales == 2; }
 
 inline bool layout_allows(const ap_linear& w) {
     const int64_t most = int64_t{1} << 31;
     if (w.n < 1 || w.k < 1 || w.n > most || w.k > most || w.group < 1) return false;
     if (w.kind == AP_DENSE) return true;
-    if (w.half_scales < 0 || w.half_scales > 1) return false;
+    if (w.half_scales < 0 || w.half_scales > (w.kind == AP_TABLE ? 2 : 1)) return false;
     if (w.offset < AP_NO_OFFSET || w.offset > (has_codes(w.kind) ? AP_ZERO_POINT : AP_NO_OFFSET)) return false;
     if (w.kind == AP_W8A8)
         return w.group == w.k && w.k <= kLongestW8A8 && !w.half_scales && !w.order && w.input_scale >= 0 &&
@@ -68,13 +72,13 @@ inline Layout layout_of(const ap_linear& w) {
     l.groups = w.k / w.group;
     l.group = round_up(w.group, bytes ? 4 : 8);
     l.codes = l.group * kBlockRows * bits / 8;
-    l.offsets = kBlockRows * (w.half_scales ? 2 : 4);
+    l.offsets = kBlockRows * (is_nvfp4(w) ? 1 : w.half_scales ? 2 : 4);
     l.header = l.offsets + (w.offset == AP_MINIMUM ? l.offsets : w.offset == AP_ZERO_POINT ? kBlockRows : 0);
     l.held = 1;
     if (w.kind == AP_Q4_K) l.held = 8, l.header = kBlockRows * (4 + 12);
     if (w.kind == AP_Q6_K) l.held = 16, l.header = kBlockRows * (2 + 16);
     l.stride = l.header + l.held * l.codes;
-    l.block_bytes = l.groups / l.held * l.stride;
+    l.block_bytes = l.groups / l.held * l.stride + (is_nvfp4(w) ? kBlockRows * 8 : 0);
     return l;
 }
 
@@ -94,6 +98,16 @@ inline Weight weight_of(const ap_linear& w) {
 inline int64_t rows_in(const Weight& w, int64_t b) {
     const int64_t left = w.w.n - b * kBlockRows;
     return left < kBlockRows ? left : kBlockRows;
+}
+
+// The factors of a block's rows.
+struct Factors {
+    double of[kBlockRows];
+};
+inline Factors factors_of(const Layout& l, const uint8_t* block) {
+    Factors factors;
+    memcpy(&factors, block + l.block_bytes - sizeof factors, sizeof factors);
+    return factors;
 }
 
 // Group g of a block: its header, its place among the groups of that header, and its weights.

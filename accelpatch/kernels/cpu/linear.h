@@ -35,6 +35,13 @@ template <int M> void dot_some(const Weight& w, int64_t b, const Activations& a,
     dot_dense<M>(w.w, first, rows, a.x + token * a.x_stride, a.x_stride, y);
 }
 
+// NVFP4: the products of a block times the factors of its rows.
+inline void times_factors(const Weight& w, int64_t b, int64_t count, float (*y)[16]) {
+    const Factors factor = factors_of(w.l, static_cast<const uint8_t*>(w.w.data) + b * w.l.block_bytes);
+    for (int64_t m = 0; m < count; m++)
+        for (int row = 0; row < 16; row++) y[m][row] *= static_cast<float>(factor.of[row]);
+}
+
 // y[m][row] for tokens [token, token + count), count <= 8. How a token is summed does not depend on its neighbours.
 inline void dot_block(const Weight& w, int64_t b, const Activations& a, int64_t token, int64_t count, float (*y)[16]) {
     if (w.w.kind == AP_W8A8) return w8a8_tokens<1>(w, b, a, token, count, y[0]);
@@ -52,6 +59,7 @@ inline void dot_block(const Weight& w, int64_t b, const Activations& a, int64_t 
     for (; m + 4 <= count; m += 4) dot_some<4>(w, b, a, token + m, y + m);
     if (count - m >= 2) dot_some<2>(w, b, a, token + m, y + m), m += 2;
     if (count - m >= 1) dot_some<1>(w, b, a, token + m, y + m);
+    if (is_nvfp4(w.w)) times_factors(w, b, count, y);
 }
 
 // The bias of a block that is still to be added to its products; NULL for none.
@@ -80,13 +88,15 @@ inline void gather_row(const Weight& w, int64_t row, float* out) {
     }
     const uint8_t* block = static_cast<const uint8_t*>(w.w.data) + row / kBlockRows * w.l.block_bytes;
     const int64_t r = row % kBlockRows;
+    const double factor = is_nvfp4(w.w) ? factors_of(w.l, block).of[r] : 1;
     for (int64_t g = 0; g < w.l.groups; g++) {
         const Place p = place_of(w.l, block, g);
         const Group group = group_at(w.w, p);
+        const auto scale = static_cast<float>(group.scale[r] * factor);
         for (int64_t k = 0; k < w.w.group; k++) {
             const int u = code_at(w.w.kind, p.codes, r, k);
             const float value = w.w.kind == AP_TABLE ? w.w.table[u] : static_cast<float>(u) - group.zero[r];
-            out[at(g * w.w.group + k)] = value * group.scale[r] + group.low[r];  // rounded twice, as torch does
+            out[at(g * w.w.group + k)] = value * scale + group.low[r];  // rounded twice, as torch does
         }
     }
 }

@@ -20,6 +20,7 @@ from accelpatch.kernels.cpu import openmp
 PLAIN: Any = {"dtype": torch.float32, "device": "cpu"}
 DENSE, INT8, INT4, W8A8, TABLE, Q4_K, Q6_K, INT3 = 0, 1, 2, 3, 4, 5, 6, 7
 OFFSETS = {"none": 0, "minimum": 1, "zero_point": 2}
+E4M3_SCALES = 2  # of half_scales
 ISAS = ("portable", "avx2", "avx512", "dotprod")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}

@@ -6,8 +6,12 @@
 
 namespace {
 
-void put_scale(uint8_t* header, bool half, int64_t row, float value) {
-    if (half) {
+// half: as half_scales of the weight. e4m3 is a float16 of a 256th without its last bits, which are zero.
+void put_scale(uint8_t* header, int half, int64_t row, float value) {
+    if (half == 2) {
+        const uint16_t h = to_half(value / 256);
+        header[row] = static_cast<uint8_t>((h >> 8 & 128) | (h >> 7 & 127));
+    } else if (half) {
         const uint16_t h = to_half(value);
         memcpy(header + 2 * row, &h, 2);
     } else {
@@ -15,7 +19,11 @@ void put_scale(uint8_t* header, bool half, int64_t row, float value) {
     }
 }
 
-float get_scale(const uint8_t* header, bool half, int64_t row) {
+float get_scale(const uint8_t* header, int half, int64_t row) {
+    if (half == 2) {
+        const int byte = header[row];
+        return from_half(static_cast<uint16_t>((byte & 128) << 8 | (byte & 127) << 7)) * 256;
+    }
     if (half) {
         uint16_t h;
         memcpy(&h, header + 2 * row, 2);
@@ -82,7 +90,7 @@ template <class Byte, class Float> struct Canonical {
 template <class Byte, class Float, class Any>
 bool take(const ap_linear& w, Byte* q, Float* scale, Any* offset, Canonical<Byte, Float>& out) {
     out = {q, scale, static_cast<Byte*>(offset), static_cast<Float*>(offset)};
-    return packable(&w) && q && (has_superblocks(w) || scale) && (w.offset == AP_NO_OFFSET || offset);
+    return packable(&w) && q && (has_superblocks(w) || scale) && ((w.offset == AP_NO_OFFSET && !is_nvfp4(w)) || offset);
 }
 
 }  // namespace
@@ -115,6 +123,8 @@ extern "C" int ap_pack(const ap_linear* w, const void* q, const float* scale, co
             if (w->offset == AP_ZERO_POINT) group[l.offsets + row] = from.zero[at];
             pack_row(*w, from.q + n * row_bytes + g * each, group + l.header, row);
         }
+        if (!is_nvfp4(*w)) continue;
+        memcpy(block + l.block_bytes - 8 * (kBlockRows - row), static_cast<const double*>(offset) + n, 8);
     }
     return AP_OK;
 }
@@ -139,6 +149,7 @@ extern "C" int ap_unpack(const ap_linear* w, const void* pack, void* q, float* s
             if (w->offset == AP_ZERO_POINT) to.zero[at] = group[l.offsets + row];
             unpack_row(*w, group + l.header, to.q + n * row_bytes + g * each, row);
         }
+        if (is_nvfp4(*w)) static_cast<double*>(offset)[n] = factors_of(l, block).of[row];
     }
     return AP_OK;
 }

@@ -52,6 +52,7 @@ template <int KIND> AP_INLINE void panel_codes(const uint8_t* q, vi* codes) {
 template <int KIND, bool LOW> void panel_block(const Weight& w, int64_t b, int64_t first, int64_t last, float* out) {
     const uint8_t* block = static_cast<const uint8_t*>(w.w.data) + b * w.l.block_bytes;
     const Table table = KIND == AP_TABLE ? table_of(w.w) : Table{};
+    const Factors factors = KIND == AP_TABLE && is_nvfp4(w.w) ? factors_of(w.l, block) : Factors{};
     for (int64_t k = first; k < last;) {
         const int64_t g = k / w.w.group, end = (g + 1) * w.w.group < last ? (g + 1) * w.w.group : last;
         const Place p = place_of(w.l, block, g);
@@ -60,6 +61,9 @@ template <int KIND, bool LOW> void panel_block(const Weight& w, int64_t b, int64
             scale[v] = group_scale<KIND>(w.w, p.header, p.at, v);
             zero[v] = group_zero<KIND>(w.w, p.header, v);
             low[v] = group_low<KIND>(w.w, p.header, p.at, v);
+            if (KIND != AP_TABLE || !is_nvfp4(w.w)) continue;
+            for (int64_t i = 0; i < kLanes; i++)
+                scale[v][i] = static_cast<float>(scale[v][i] * factors.of[v * kLanes + i]);
         }
         for (; k < end; k += kDepth<KIND>) {
             const uint8_t* q = p.codes + (k - g * w.w.group) * kRowsBytes<KIND>;

@@ -23,6 +23,16 @@ AP_INLINE vf load_values(const uint8_t* p, bool half, int64_t v) {
     return out;
 }
 
+// The same of e4m3: its exponent and fraction in those of float16, which is a 256th.
+AP_INLINE vf load_e4m3(const uint8_t* p, int64_t v) {
+    uint16_t half[kLanes];
+    for (int64_t i = 0; i < kLanes; i++) {
+        const int byte = p[v * kLanes + i];
+        half[i] = static_cast<uint16_t>((byte & 128) << 8 | (byte & 127) << 7);
+    }
+    return load_half(reinterpret_cast<const uint8_t*>(half)) * splat(256);
+}
+
 // Of Q4_K's group `at`: the six bits of its scales (shift 0) or minimums (shift 1).
 AP_INLINE vf six_bits(const uint8_t* header, int64_t at, int64_t v, int shift) {
     const uint8_t* p = header + kBlockRows * 4 + v * kLanes;
@@ -32,6 +42,7 @@ AP_INLINE vf six_bits(const uint8_t* header, int64_t at, int64_t v, int shift) {
 }
 
 template <int KIND> AP_INLINE vf group_scale(const ap_linear& w, const uint8_t* header, int64_t at, int64_t v) {
+    if (KIND == AP_TABLE && w.half_scales == 2) return load_e4m3(header, v);
     const vf d = load_values(header, KIND == AP_Q4_K || KIND == AP_Q6_K || w.half_scales, v);
     if (KIND == AP_Q4_K) return d * six_bits(header, at, v, 0);
     if (KIND != AP_Q6_K) return d;

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.codebooks import CODEBOOKS, table
+from accelpatch.kernels.codebooks import CODEBOOKS, E4M3, NVFP4, table
 from accelpatch.kernels.cpu.native_library import (
     DENSE,
+    E4M3_SCALES,
     INT3,
     INT4,
     INT8,
@@ -35,14 +36,8 @@ from accelpatch.kernels.cpu.native_library import (
 from accelpatch.kernels.layouts.gguf_blocks import GgufBlocks
 from accelpatch.kernels.layouts.layout import WeightArguments, nbytes_of, why_not_split
 from accelpatch.kernels.layouts.pack_tensors import (
-    ALIGNED,
-    aligned,
-    as_float,
-    as_order,
-    as_zero_points,
-    is_half,
-    realigned,
-)
+    ALIGNED, aligned, as_float, as_order, as_zero_points, is_half, realigned,
+)  # fmt: skip
 from accelpatch.kernels.layouts.row_major import Int3Rows, Int4Rows, Int8Rows, Plain
 
 LARGEST = 1 << 31
@@ -57,9 +52,9 @@ class Pack:
 
     data: uint8 [bytes], or float32 [n, k] where kind is DENSE. kind: DENSE, INT8, INT4, INT3, TABLE, Q4_K or Q6_K.
     group: values along K that share a scale. half_scales: scales (and minimums) are stored as float16. offset: "none",
-    "minimum" or "zero_point". codes: of a TABLE, its name in CODEBOOKS. order: int32 [k], column j of the weight
-    multiplies x[order[j]], or None. bias: float32 [n], which a native step adds, or None. scale_dtype: of the canonical
-    scale (and minimum).
+    "minimum" or "zero_point". codes: of a TABLE, its name in CODEBOOKS; rows of nvfp4 have factors there too. order:
+    int32 [k], column j of the weight multiplies x[order[j]], or None. bias: float32 [n], which a native step adds, or
+    None. scale_dtype: of the canonical scale (and minimum).
     """
 
     part: ClassVar[str] = "all"
@@ -92,7 +87,7 @@ class Pack:
         if self.form is not None:
             return GgufBlocks(self.unpack(), self.form)
         q, scale, offset = self.unpack()
-        scale = scale.to(self.scale_dtype)
+        scale = scale.to(E4M3 if self.codes == NVFP4 else self.scale_dtype)
         if self.kind == INT8:
             return Int8Rows(q, scale, order=self.order)
         offset = offset.to(self.scale_dtype) if self.offset == "minimum" else offset
@@ -118,11 +113,11 @@ class Pack:
         """
         n, groups = scale.shape
         k = q.shape[1] * 8 // bits
-        kind = "none" if offset is None else "minimum" if offset.is_floating_point() else "zero_point"
+        kind = "none" if offset is None or codes == NVFP4 else "minimum" if offset.is_floating_point() else "zero_point"
         if reason := cls.why_not(n, k, k // groups, kind, bits, codes):
             raise KernelError(f"a weight of {n} x {k} cannot be packed for the CPU: {reason}")
         scales, offsets = as_float(scale), as_float(offset) if kind == "minimum" else as_zero_points(offset)
-        half = groups > 1 and is_half(scales, offsets if kind == "minimum" else None)
+        half = groups > 1 and codes != NVFP4 and is_half(scales, offsets if kind == "minimum" else None)
         code = TABLE if codes else {8: INT8, 4: INT4, 3: INT3}[bits]
         made = cls(q, code, n, k, k // groups, half, kind, codes, as_order(order, k), as_float(bias))
         return made._filled(q, scales, offsets, out)
@@ -215,6 +210,7 @@ class Pack:
         )
         scale = torch.empty(self.n, self.k // self.group, **PLAIN)
         offset = torch.empty_like(scale) if self.offset == "minimum" else None
+        offset = torch.empty(self.n, 1, dtype=torch.float64, device="cpu") if self.codes == NVFP4 else offset
         if self.offset == "zero_point":
             offset = torch.empty_like(scale, dtype=torch.int8)
         self._emptied(q, scale, offset)
@@ -258,7 +254,8 @@ class Pack:
 
     def struct(self) -> Linear:
         """The C structure. It points into this pack's tensors, which must outlive it."""
-        shape = (self.kind, int(self.half_scales), OFFSETS[self.offset], 0.0, self.n, self.k, self.group)
+        scales = E4M3_SCALES if self.codes == NVFP4 else int(self.half_scales)
+        shape = (self.kind, scales, OFFSETS[self.offset], 0.0, self.n, self.k, self.group)
         values = table(self.codes) if self.codes else None
         return Linear(*shape, pointer(self.data), pointer(self.bias), pointer(self.order), pointer(values))
 

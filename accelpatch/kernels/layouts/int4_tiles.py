@@ -2,7 +2,8 @@
 
 Groups along K of 32, 64, or 128 times a power of two, or whole rows; scales and offsets of 16 bits. Codes of a codebook
 (codebooks.py) have groups of 32 or 64 and float32 scales, whose halves lie where scales and offsets do; those of e2m1
-have groups of 32, whose scales bfloat16 holds.
+have groups of 32, whose scales bfloat16 holds. Those of nvfp4 have groups of 16, two of which share a place of 16 bits,
+and float64 factors of rows, [tiles, 16], as the offset.
 
 The rows of gate and up can be interleaved (tiled.py).
 """
@@ -16,14 +17,14 @@ import torch
 from torch import Tensor
 
 from accelpatch.kernels.arguments import check_scale, require
-from accelpatch.kernels.codebooks import CODEBOOKS, E8M0
+from accelpatch.kernels.codebooks import CODEBOOKS, E4M3, E8M0, NVFP4
 from accelpatch.kernels.codebooks import scale_dtype as dtype_of
 from accelpatch.kernels.compiling.gpu_libraries import CODES
 from accelpatch.kernels.layouts import tiling
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.layouts.row_major import Int4Rows, kind_of
 from accelpatch.kernels.layouts.tiled import Tiled
-from accelpatch.kernels.layouts.tiling import TILE_VALUES
+from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 
 ONE_GROUP = 1 << 20  # the C interface's group size for one group per row
 NO_SHIFT_LEFT = 30  # all steps share one set of scales
@@ -79,6 +80,9 @@ class Tiles(Tiled):
         group = check_scale("tiles", n, k, scale, offset)
         reason = unfit(k, group, scale.dtype, codes)
         require(reason is None, "tiles", str(reason))
+        if codes == NVFP4 and offset is not None:
+            table, factors = _table(scale.view(torch.int16), k, group), tiling.whole_tiles(offset)
+            return cls(tiling.tile_int4(q), table, factors.view(-1, TILE_ROWS), n, k, group, codes, order=order)
         require(exact(offset, scale.dtype), "tiles", f"an offset is no number of {scale.dtype}")
         beside = None if offset is None else offset.to(scale.dtype)
         first, second = tables_of(scale) if codes else (scale, beside)
@@ -88,6 +92,9 @@ class Tiles(Tiled):
     def unpack(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """q, scale and offset (zero points as int8); the inverse of `pack`."""
         w, scale, offset, n, k, group, kind, _ = self.alone().arguments()
+        if kind == NVFP4:
+            scales = tiling.untile_scales(scale, n, k // _place(group)).contiguous().view(E4M3)
+            return tiling.untile_int4(w, n, k), scales, offset.reshape(-1, 1)[:n].contiguous()
         scales = tiling.untile_scales(scale, n, k // group)
         beside = None if offset is None else tiling.untile_scales(offset, n, k // group)
         if kind in CODEBOOKS:
@@ -98,7 +105,10 @@ class Tiles(Tiled):
 
     def launch(self, gemm: bool = False) -> WeightArguments:
         """The arguments of a launch of the group size's gemv, or of int4_gemm."""
-        form, shift = ONE_GROUP if self.group == self.k else self.group, places(self.k, self.group)["group_shift"]
+        form, shift = (
+            ONE_GROUP if self.group == self.k else _place(self.group),
+            places(self.k, self.group)["group_shift"],
+        )
         held = (self.w.contiguous(), form, self.scale.contiguous())
         beside = None if self.offset is None else self.offset.contiguous()
         prefetchable = held[0] is self.w and held[2] is self.scale and beside is self.offset
@@ -108,24 +118,39 @@ class Tiles(Tiled):
     @staticmethod
     def eights(table: Tensor) -> Tensor:
         """As of all tiles."""
+        if table.dim() == 2:  # factors of rows
+            return table.unflatten(1, (2, -1))
         return table.unflatten(2, (2, -1)).movedim(2, 1) if table.dim() == 3 else table.movedim(4, 1)
 
     @staticmethod
     def of_eights(table: Tensor) -> Tensor:
         """As of all tiles."""
+        if table.dim() == 3:
+            return table.flatten(1).contiguous()
         return (table.movedim(1, 2).flatten(2) if table.dim() == 4 else table.movedim(1, 4)).contiguous()
 
 
 def places(k: int, group: int) -> dict[str, int]:
     """Arguments for tiling.tile_scales: steps of K, groups per step, log2 of the steps that share a set of scales."""
-    steps, whole = -(-k // TILE_VALUES), group == k
+    steps, whole, group = -(-k // TILE_VALUES), group == k, _place(group)
     shift = NO_SHIFT_LEFT if whole else max(group // TILE_VALUES, 1).bit_length() - 1
     return {"steps": steps, "groups": 1 if whole else max(TILE_VALUES // group, 1), "group_shift": shift}
 
 
+def _place(group: int) -> int:
+    """Values along K whose scales share a place of a table: of nvfp4, the only one with groups of 16, two groups'."""
+    return max(group, 32)
+
+
 def exact(offset: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether `dtype` represents the offsets exactly; values are compared only where the dtype differs."""
-    return offset is None or offset.dtype == dtype or torch.equal(offset.to(dtype).to(offset.dtype), offset)
+    """Whether `dtype` represents the offsets exactly; values are compared only where the dtype differs. Factors of rows
+    lie beside scales as they are."""
+    return (
+        offset is None
+        or dtype == E4M3
+        or offset.dtype == dtype
+        or torch.equal(offset.to(dtype).to(offset.dtype), offset)
+    )
 
 
 def halves(scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,7 +181,7 @@ def _table(table: Tensor, k: int, group: int) -> Tensor:
 
 def gemv_of(group: int) -> str:
     """The function of the device library for groups of a size, up to 8 rows of x."""
-    return {32: "gemv_int4_32", 64: "gemv_int4_64"}.get(group, "gemv_int4")
+    return {16: "gemv_int4_32", 32: "gemv_int4_32", 64: "gemv_int4_64"}.get(group, "gemv_int4")
 
 
 def unfit(k: int, group: int, scale_dtype: torch.dtype | None, codes: str = "") -> str | None:
@@ -164,7 +189,9 @@ def unfit(k: int, group: int, scale_dtype: torch.dtype | None, codes: str = "") 
     if codes in CODEBOOKS:
         if codes not in CODES:
             return f"no GPU kernel has the table {codes}"
-        sizes, wanted = (32,) if codes == "e2m1" else (32, 64), dtype_of(codes)
+        sizes, wanted = {"e2m1": (32,), NVFP4: (16,)}.get(codes, (32, 64)), dtype_of(codes)
+        if codes == NVFP4 and k % _place(group):
+            return f"K = {k} is no multiple of the {_place(group)} values whose scales lie together"
         if group not in sizes or k % group or k <= group:
             return f"its groups are {' or '.join(map(str, sizes))} of a longer row, not {group} of {k}"
         return None if scale_dtype in (wanted, None) else f"its scales are {wanted}, not {scale_dtype}"

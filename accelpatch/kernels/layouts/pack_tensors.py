@@ -50,9 +50,9 @@ def as_float(tensor: Tensor | None) -> Tensor | None:
 
 
 def as_zero_points(offset: Tensor | None) -> Tensor | None:
-    """As bytes. Raises KernelError for one outside of 0..16."""
-    if offset is None:
-        return None
+    """As bytes; factors of rows, float64, as they are. Raises KernelError for one outside of 0..16."""
+    if offset is None or offset.dtype == torch.float64:
+        return None if offset is None else offset.contiguous()
     if offset.numel() and not 0 <= int(offset.min()) <= int(offset.max()) <= 16:
         raise KernelError(f"zero points of 4 bits are 0 to 16, not {int(offset.min())} to {int(offset.max())}")
     return offset.to(torch.int8).contiguous()

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
+from accelpatch.kernels.compiling.gpu_libraries import FP8_BLOCKS
 from accelpatch.kernels.layouts.layout import WeightArguments, concatenated, nbytes_of, why_not_split
 
+FP8_BLOCK = 128  # values along K that share a scale where a row has several
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)  # in the order of the device library's form argument
 
 
@@ -187,9 +189,24 @@ class Int8Rows(RowMajor):
 
 @dataclass(frozen=True, eq=False)
 class Fp8Rows(RowMajor):
-    """w[N, K] float8_e4m3fn or float8_e4m3fnuz, scale[N, 1] float."""
+    """w[N, K] float8_e4m3fn or float8_e4m3fnuz, scale[N, 1] float; or e4m3fn and scale[N, ceil(K / 128)], of blocks.
+
+    rounds: whether its input is to be rounded to e4m3 in groups of 128 as well, which is the module's matter.
+    """
 
     scale: Tensor
+    rounds: bool = field(default=False, kw_only=True)
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a row has several scales."""
+        return self.scale.shape[1] > 1
+
+    def why_not_fused(self, dtype: torch.dtype) -> str | None:
+        if self.rounds:
+            return "its input is rounded in groups of 128, which no fused layer does"
+        fits = self.scale.dtype == torch.float32 and self.w.is_contiguous() and self.scale.is_contiguous()
+        return None if fits else "a weight of 8-bit floats has scales that are not float32, or gaps"
 
     def arguments(self) -> tuple[Tensor, Tensor]:
         return self.w, self.scale
@@ -197,10 +214,9 @@ class Fp8Rows(RowMajor):
     def launch(self) -> WeightArguments:
         """The arguments of a launch of gemv_fp8."""
         w, scale = self.w.contiguous(), self.scale.to(torch.float32).contiguous()
-        form, prefetchable = FP8.index(w.dtype), w is self.w
-        return WeightArguments(
-            "gemv_fp8", self.n, self.k, w, form, scale, prefetchable=prefetchable, variant=fp8_name(w.dtype)
-        )
+        form, variant = (2, FP8_BLOCKS) if self.blocks else (FP8.index(w.dtype), fp8_name(w.dtype))
+        prefetchable = w is self.w and scale is self.scale
+        return WeightArguments("gemv_fp8", self.n, self.k, w, form, scale, prefetchable=prefetchable, variant=variant)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,13 +224,16 @@ class Int4Rows(RowMajor):
     """w[N, K / 2] int8 of two codes a byte, the even k in the low nibble; scale[N, G].
 
     offset[N, G]: None, a float minimum or an integer zero point. codes: the name of a table of codebooks.py that the
-    codes stand for, and then no offset; or "".
+    codes stand for, and then no offset, but of nvfp4 the factors[N, 1] of rows, float64; or "". input_scale[1]: what
+    a checkpoint in nvfp4 says of its input, which is kept and not applied.
     """
 
     bits: ClassVar[int] = 4
+    shared: ClassVar[tuple[str, ...]] = ("order", "input_scale")
     scale: Tensor
     offset: Tensor | None = None
     codes: str = ""
+    input_scale: Tensor | None = field(default=None, kw_only=True)
 
     def arguments(self) -> tuple[Tensor, Tensor, Tensor | None, str]:
         return self.w, self.scale, self.offset, self.codes

@@ -15,7 +15,7 @@ TILE_ROWS, TILE_VALUES = 16, 128
 _SIGNS = 0x88  # turns two codes of 0 to 15 into two's complement of what they are less 8, and back
 
 
-def _whole_tiles(rows: Tensor) -> Tensor:
+def whole_tiles(rows: Tensor) -> Tensor:
     """With rows of zeros up to a multiple of TILE_ROWS."""
     missing = -rows.shape[0] % TILE_ROWS
     return torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))]) if missing else rows
@@ -27,7 +27,7 @@ def tile_int4(q: Tensor) -> Tensor:
     steps = -(-2 * packed.shape[1] // TILE_VALUES)
     packed = torch.nn.functional.pad(packed, (0, steps * TILE_VALUES // 2 - packed.shape[1]))
     # tile, r, step, p, t; then of the 4 bytes that hold 8 values two times two
-    first, second = _whole_tiles(packed).reshape(-1, TILE_ROWS, steps, 4, 4, 2, 2).unbind(-1)
+    first, second = whole_tiles(packed).reshape(-1, TILE_ROWS, steps, 4, 4, 2, 2).unbind(-1)
     even, odd = first & 15 | second << 4, first >> 4 | second & 240
     codes = torch.stack([even, odd], -2).permute(0, 2, 1, 4, 3, 5, 6)  # tile, step, r, t, p, byte
     return (codes ^ _SIGNS).reshape(codes.shape[0], steps, 1024).view(torch.int8)
@@ -50,7 +50,7 @@ def tile_scales(table: Tensor, *, steps: int, groups: int, group_shift: int) -> 
     """
     sets = ((steps - 1) >> group_shift) + 1
     padded = torch.nn.functional.pad(table, (0, sets * groups - table.shape[1]))
-    tiles = _whole_tiles(padded).view(-1, 2, 8, sets, groups)  # tile, r / 8, r % 8, set, group
+    tiles = whole_tiles(padded).view(-1, 2, 8, sets, groups)  # tile, r / 8, r % 8, set, group
     return tiles.permute(0, 3, 2, 4, 1).contiguous()
 
 

@@ -50,7 +50,7 @@ def _of_e2m1(code):  # type: ignore[no-untyped-def]
 @triton.jit
 def _of_book(code, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """Value of each code of a codebook (codebooks.py), float32."""
-    if KIND == 5:
+    if KIND == 5 or KIND == 6:
         return _of_e2m1(code) * 16384.0
     upper = (code & 4) != 0
     if KIND == 4:
@@ -74,9 +74,28 @@ def _of_book(code, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _beside(scale, offset, at, step, shift, KIND: tl.constexpr, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scales and offsets of a K step, float32. at: address offset of the first set."""
+def _of_e4m3(byte):  # type: ignore[no-untyped-def]
+    """Value of each int32 byte of e4m3, float32: the bits as they lie in float16 are a 256th."""
+    return ((byte & 128) << 8 | (byte & 127) << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def _rows_factor(offset, held, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """nvfp4: the factors of rows, float32 [rows, 1]; else 1."""
+    if KIND == 6:
+        return tl.load(offset + held).to(tl.float32)[:, None]
+    return 1.0
+
+
+@triton.jit
+def _beside(scale, offset, at, last, row, step, shift, KIND: tl.constexpr, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scales and offsets of a K step, float32. at: address offset of the first set. last, row: of nvfp4, whether a word
+    has the last 16 of 32 values, and the rows' factors."""
     place = at + (step >> shift) * (16 * GROUPS)
+    if KIND == 6:  # a pair of e4m3: of the first and of the last 16 of 32 values
+        pair = tl.load(scale + place).to(tl.int32)
+        factor = _of_e4m3(tl.where(last[None, :], pair >> 8, pair)) * row
+        return factor, factor
     if KIND >= 3:  # the halves of a float32; of e2m1 the high one alone
         half = tl.load(scale + place).to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         if KIND != 5:
@@ -119,7 +138,8 @@ def _int4_weight_rows(  # type: ignore[no-untyped-def]
     at = (((held // 16) * sets * 8 + held % 8) * (2 * GROUPS) + held % 16 // 8)[:, None]
     if GROUPS > 1:
         at = at + ((32 * (word % 4) + 8 * (word // 4)) // GROUP * 2)[None, :]
-    factor, beside = _beside(scale, offset, at, step, shift, KIND, GROUPS)
+    row = _rows_factor(offset, held, KIND)
+    factor, beside = _beside(scale, offset, at, word >= 8, row, step, shift, KIND, GROUPS)
     words = tl.load(tiles + ((held // 16 * steps + step) * 256 + held % 16 * 16)[:, None] + word[None, :])
     # a thread keeps the 8 values of a word side by side: 16 bytes to store
     values = tl.join(

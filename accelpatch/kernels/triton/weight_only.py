@@ -17,12 +17,20 @@ from torch import Tensor
 from accelpatch.kernels.arguments import HALVES
 from accelpatch.kernels.layouts.int4_tiles import Tiles, places
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
-from accelpatch.kernels.triton.dequantize import Floats, _beside, _value, by_slices, int4_floats, int8_floats
+from accelpatch.kernels.triton.dequantize import (
+    Floats,
+    _beside,
+    _rows_factor,
+    _value,
+    by_slices,
+    int4_floats,
+    int8_floats,
+)
 from accelpatch.kernels.triton.gemm import INT8, Block, Blocks, flat_rows, grid, in_runs, leave, linear
 from accelpatch.kernels.triton.launch import on
 
 Rows = Callable[[int, int, torch.dtype], Tensor]
-KINDS = {"none": 0, "zero_point": 1, "minimum": 2, "nf4": 3, "fp4": 4, "e2m1": 5}
+KINDS = {"none": 0, "zero_point": 1, "minimum": 2, "nf4": 3, "fp4": 4, "e2m1": 5, "nvfp4": 6}
 INT4 = Blocks((Block(16, 64, 128, 4, 6), Block(32, 64, 128, 4, 4), Block(64, 128, 128, 8, 4)))
 
 
@@ -54,11 +62,12 @@ def _int4_gemm(  # type: ignore[no-untyped-def]
     if GROUPS > 1:
         at = at + ((32 * (word % 4) + 8 * (word // 4)) // GROUP * 2)[None, :]
     begin, end = split * run, tl.minimum((split + 1) * run, steps)
-    factor, beside = _beside(scale, offset, at, begin, shift, KIND, GROUPS)
+    row = _rows_factor(offset, held, KIND)
+    factor, beside = _beside(scale, offset, at, word >= 8, row, begin, shift, KIND, GROUPS)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for step in tl.range(begin, end):
         # those of the next step are on their way while this one multiplies
-        ahead = _beside(scale, offset, at, tl.minimum(step + 1, end - 1), shift, KIND, GROUPS)
+        ahead = _beside(scale, offset, at, word >= 8, row, tl.minimum(step + 1, end - 1), shift, KIND, GROUPS)
         words = tl.load(w_rows + step * 256)
         for e in tl.static_range(8):
             value = _value(words, e, factor, beside, KIND)
@@ -84,7 +93,7 @@ def tiled_int4_linear(x: Tensor, *args: object) -> Tensor:
     bias = None if bias is None else bias.contiguous()
     beside = scale if offset is None else offset.contiguous()
     steps, groups, shift = places(k, group).values()
-    sizes, form = (steps, scale.shape[1], shift), (KINDS[kind], group, groups)
+    sizes, form = (steps, scale.shape[1], shift), (KINDS[kind], TILE_VALUES // groups if groups > 1 else group, groups)
 
     def product(block: Block, run: int, splits: int, y: Tensor, parts: Tensor) -> None:
         spread = flat.new_empty((flat.shape[0], steps * TILE_VALUES))
@@ -115,7 +124,8 @@ def _floats_of(tiles: Tiles, interleaved: bool) -> Floats:
     scale, shape = tiles.scale.contiguous(), places(tiles.k, tiles.group)
     steps, groups, shift = shape.values()
     beside = scale if tiles.offset is None else tiles.offset.contiguous()
-    sizes, form = (steps, scale.shape[1], shift), (KINDS[tiles.kind], tiles.group, groups)
+    group = TILE_VALUES // groups if groups > 1 else tiles.group  # whose scales share a place
+    sizes, form = (steps, scale.shape[1], shift), (KINDS[tiles.kind], group, groups)
     return int4_floats(tiles.w.contiguous().view(torch.int32), scale, beside, tiles.k, sizes, form, interleaved)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.codebooks import CODEBOOKS, E8M0, scale_dtype
+from accelpatch.kernels.codebooks import CODEBOOKS, E4M3, E8M0, scale_dtype
 from accelpatch.kernels.layouts import int4_tiles, tiling
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 
@@ -75,7 +75,7 @@ def test_the_values_of_e2m1() -> None:
     """Sign, two bits of exponent, one of fraction; no exponent: halves."""
     values = [(code & 1 | 2) * 2.0 ** ((code >> 1 & 3) - 2) if code & 6 else (code & 1) / 2 for code in range(8)]
     assert CODEBOOKS["e2m1"] == (*values, *(-value for value in values))
-    assert [scale_dtype(codes) for codes in CODEBOOKS] == [torch.float32, torch.float32, E8M0]
+    assert [scale_dtype(codes) for codes in CODEBOOKS] == [torch.float32, torch.float32, E8M0, E4M3]
 
 
 @pytest.mark.parametrize("n, k", [(48, 576), (33, 1056)], ids=str)

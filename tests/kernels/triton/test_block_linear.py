@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelpatch.kernels.ops.linear.block_linear import TWO_LEVELS, random_blocks, triton_why_not
+from accelpatch.kernels.ops.linear.block_linear import BY_TRITON, random_blocks, triton_why_not
 from accelpatch.kernels.ops.linear.gguf_values import dequantize_rows
 from tests.support.interpreted import DEVICE, HERE, INTERPRETED, _anywhere, here, interpret, needs_triton  # noqa: F401
 from tests.support.parity import assert_parity, name, strided
@@ -34,13 +34,13 @@ def args_of(m: int, n: int, k: int, form: str, dtype: torch.dtype, bias: bool = 
 class TestHere:
     pytestmark = marks
 
-    @pytest.mark.parametrize("form", TWO_LEVELS)
+    @pytest.mark.parametrize("form", BY_TRITON)
     @pytest.mark.parametrize("dtype", DTYPES, ids=name)
     @pytest.mark.parametrize("m, n, k", SIZES, ids=lambda size: str(size))
     def test_float_rule(self, m: int, n: int, k: int, dtype: torch.dtype, form: str) -> None:
         assert_parity("block_linear", args_of(m, n, k, form, dtype, bias=n % 2 == 0), "triton")
 
-    @pytest.mark.parametrize("form", TWO_LEVELS)
+    @pytest.mark.parametrize("form", BY_TRITON)
     def test_every_value_is_that_of_the_formula(self, form: str) -> None:
         from accelpatch.kernels.triton.block_linear import block_floats
 
@@ -53,7 +53,7 @@ class TestHere:
         block_floats(blocks, form)(11, 31, part)
         assert torch.equal(part, out[11:31])
 
-    @pytest.mark.parametrize("form", TWO_LEVELS)
+    @pytest.mark.parametrize("form", BY_TRITON)
     @pytest.mark.parametrize("m", [3, 80])
     def test_views_and_leading_dimensions(self, m: int, form: str) -> None:
         x, blocks, _, bias = args_of(m, 32, 512, form, DTYPES[0])

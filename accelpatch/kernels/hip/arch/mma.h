@@ -53,6 +53,36 @@ template <class F, class T> struct FloatSums : FloatMma<T> {
     }
 };
 
+// With a scale for each row and stage: a stage's products are summed apart.
+template <class F, class T> struct StageScaledSums : FloatSums<F, T> {
+    using Base = FloatSums<F, T>;
+    static constexpr int COUNT = Base::COUNT;
+    float sum[COUNT];
+    const float* scales[COUNT];  // of the sums' rows
+    int staged_from = 0;         // the step that `step` of multiply_stage counts from
+    DEVICE void of_tile(const GemvArgs& a, int tile) {
+        const int64_t stages = (a.k + F::KSTEP * PAIR<F> - 1) / (F::KSTEP * PAIR<F>);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            scales[i] = static_cast<const float*>(a.scale) + min(weight_row(a, tile, Base::row(i)), a.n - 1) * stages;
+    }
+    DEVICE void zero() {
+        for (float& v : sum) v = 0.f;
+    }
+    DEVICE void finish() {}
+    template <bool BF16_SCALES>
+    DEVICE void multiply_stage(const Slot<F> (&now)[PAIR<F>], const typename Base::Place& place, int step) {
+        float scale[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) scale[i] = scales[i][(staged_from + step) / PAIR<F>];
+        Base::zero();
+        Base::template multiply_stage<BF16_SCALES>(now, place, step);
+        Base::finish();
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) sum[i] = fmaf(Base::sum[i], scale[i], sum[i]);
+    }
+};
+
 template <class F, class T, bool NARROW> struct IntegerSums : Cells<NARROW> {
     using Mma = IntegerMma<NARROW>;
     using Value = float;
@@ -147,6 +177,13 @@ private:
 #pragma unroll
         for (int i = 0; i < Cell::COUNT; ++i) {
             const int word = Cell::pair(i) * F::GROUPS + group;
+            if constexpr (ROW_FACTORS<F>) {
+#pragma unroll
+                for (int last = 0; last < 2; ++last)
+                    sum[i] = fmaf(part[last].value(i) * block_exponents[i % Cell::TOKENS],
+                        F::scale(slot.scale[word], Cell::half(i), last), sum[i]);
+                continue;
+            }
             sum[i] = fmaf(Mma::value_of_book(part, i) * block_exponents[i % Cell::TOKENS],
                 TABLES<F> > 1 ? wide_value(slot.scale[word], slot.offset[word], Cell::half(i))
                               : table_value(slot.scale[word], Cell::half(i), true),
@@ -197,4 +234,5 @@ template <class F, class T> struct ByteSums : ByteMma<F> {
 
 template <class F, class T, bool NARROW>
 using SumsFor = std::conditional_t<QUANTIZES_ROWS<F>, ByteSums<F, T>,
-    std::conditional_t<F::QUANTIZES, IntegerSums<F, T, NARROW>, FloatSums<F, T>>>;
+    std::conditional_t<F::QUANTIZES, IntegerSums<F, T, NARROW>,
+        std::conditional_t<STAGE_SCALES<F>, StageScaledSums<F, T>, FloatSums<F, T>>>>;

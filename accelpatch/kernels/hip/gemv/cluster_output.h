@@ -29,7 +29,8 @@ template <class F, class T> struct ClusterOutput {
         for (int h = 0; h < 2; ++h) {
             const int row =
                 min(tile * (gate ? 8 : 16) + (lane_id() >> 2) + (gate ? 0 : 8 * h), rows - 1) + (gate ? h * rows : 0);
-            if (F::GROUPS == 0 && a.scale) scale[h] = static_cast<const float*>(a.scale)[row];
+            if constexpr (ROW_FACTORS<F>) scale[h] = F::factor(a, tile * 16 + (lane_id() >> 2) + 8 * h);
+            else if (F::GROUPS == 0 && a.scale) scale[h] = static_cast<const float*>(a.scale)[row];
             if (a.bias) bias[h] = Output<F, T>::bits(a.bias, row);
         }
         if (!a.residual) return;

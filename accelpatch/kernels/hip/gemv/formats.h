@@ -37,6 +37,10 @@ template <bool FNUZ> struct Fp8 {
     }
 };
 
+// The same with a float scale for each row and 128 values of K, the two steps of a stage.
+struct Fp8Blocks : Fp8<false> {};
+template <class F> constexpr bool STAGE_SCALES = std::is_same_v<F, Fp8Blocks>;
+
 // bf16 weights without loss, in tiles of 16 rows by 64 values: a sign and a mantissa in 8 bits, and in 4 the exponent
 // less that of the row's window, which its scale makes up for. What lies outside of the window is the smallest code
 // here, and an outlier beside.
@@ -162,6 +166,44 @@ template <int GROUPS_, int KIND> struct Codebook4 {
         return Book::value(word >> (4 * (k / 2 % 4) + 16 * (k % 2)) & 15u) * scale;
     }
 };
+// NVFP4: codes of e2m1 in the same tiles, with a scale for each 16 values and a factor for each row. A product of the
+// matrix unit is of 32 values, of which the lanes of two quarters have the first 16: it is taken twice, each time with
+// zeros in place of the others' codes. A place of the table has the scales of both, e4m3.
+struct Nvfp4 {
+    using Book = CodebookOf<OFFSET_E2M1>;
+    static constexpr bool QUANTIZES = true, TILED = true, SPLIT = false, INTERLEAVED = true;
+    static constexpr int KSTEP = 128, PARTS = 4, GROUPS = 4, OFFSET = OFFSET_NVFP4, STEP_BYTES = 1024, VALUE_BITS = 4,
+                         LIMBS = 2;
+    static constexpr float CODE_STEP = 1.f / Book::UNIT;
+    static constexpr float SCALE_STEP = 256.f;  // of the table's scales, which are read as float16
+    static constexpr DEVICE int order(int e) { return NibbleLookup::order(e); }
+    static DEVICE uint32_t bytes(const NibbleLookup& codes, int half) {
+        uint32_t found[Book::LIMBS];
+        Book::operands(codes, half, found);
+        if constexpr (Book::LIMBS == 1) return found[0];
+        else return (0x80808080u + found[1] - found[0]) ^ 0x80808080u;  // magnitudes of either sign, one of them 0
+    }
+    static DEVICE void expand(const Words4& raw, int half, Words4 (&w)[LIMBS]) {
+        const NibbleLookup a(word_of(raw, 2 * half)), b(word_of(raw, 2 * half + 1));
+        const uint32_t v[4] = {bytes(a, 0), bytes(a, 1), bytes(b, 0), bytes(b, 1)},
+                       first = fragment_quarter() < 2 ? ~0u : 0u;
+        w[0] = {v[0] & first, v[1] & first, v[2] & first, v[3] & first};
+        w[1] = {v[0] & ~first, v[1] & ~first, v[2] & ~first, v[3] & ~first};
+    }
+    // A scale of a place of the table, of row half * 8: of the first or of the last 16 values.
+    static DEVICE float scale(uint32_t pair, int half, int last) {
+        const uint32_t byte = pair >> (16 * half + 8 * last);
+        return F16::up((byte & 0x80u) << 8 | (byte & 0x7fu) << 7);
+    }
+    // By which a row's sum is multiplied. row: in the tiles.
+    static DEVICE float factor(const GemvArgs& a, int64_t row) {
+        return static_cast<float>(static_cast<const double*>(a.offset)[row]) * SCALE_STEP;
+    }
+    static DEVICE float value(const char* row, int k, float scale, float) {
+        return Codebook4<GROUPS, OFFSET_E2M1>::value(row, k, scale, 0.f);
+    }
+};
+template <class F> constexpr bool ROW_FACTORS = F::OFFSET == OFFSET_NVFP4;
 template <class F> constexpr bool CODEBOOK = F::OFFSET >= OFFSET_NF4;
 // Whether a group's offset is multiplied by the sum of its activations.
 template <class F> constexpr bool SUMMED = F::OFFSET == OFFSET_ZERO_POINT || F::OFFSET == OFFSET_MINIMUM;

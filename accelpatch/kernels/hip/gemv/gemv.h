@@ -13,24 +13,28 @@ enum Activation : int32_t {
     ACT_SILU = 5
 };
 // From OFFSET_NF4 on codes are those of a codebook: of nf4 and fp4 the scale's table has the high halves of float32
-// scales, the offset's their low halves; e2m1 has one table, of bf16 scales.
+// scales, the offset's their low halves; e2m1 has one table, of bf16 scales; nvfp4 one of pairs of e4m3, and as offset
+// factors of rows, double[tiles][16].
 enum Offset : int32_t {
     OFFSET_NONE = 0,
     OFFSET_ZERO_POINT = 1,
     OFFSET_MINIMUM = 2,
     OFFSET_NF4 = 3,
     OFFSET_FP4 = 4,
-    OFFSET_E2M1 = 5
+    OFFSET_E2M1 = 5,
+    OFFSET_NVFP4 = 6
 };
 // Whether a second table lies beside that of scales.
-constexpr bool two_tables(int32_t kind) { return kind != OFFSET_NONE && kind != OFFSET_E2M1; }
+constexpr bool two_tables(int32_t kind) { return kind != OFFSET_NONE && kind != OFFSET_E2M1 && kind != OFFSET_NVFP4; }
 
 // Pointers and sizes only, so that ctypes can fill it. Sizes and strides in elements. With ACT_SILU_GATE the first half
 // of w's rows are gates, the second half ups, and y has N / 2 columns (tiled formats: interleave the rows).
 struct GemvArgs {
     const void* w;
-    const void* scale;  // float[N]; grouped formats: 16-bit, packed in tiles; compact: float[tiles][16]
-    // As the packed scale, or null; compact: outliers, see gemv_output.h; w8a8: float, the static scale of x, or null.
+    const void* scale;  // float[N]; fp8 in blocks: float[N][ceil(K / 128)]; grouped formats: 16-bit, packed in tiles;
+                        // compact: float[tiles][16]
+    // As the packed scale, or null; nvfp4: factors of rows; compact: outliers, see gemv_output.h; w8a8: float, the
+    // static scale of x, or null.
     const void* offset;
     const void* x;
     const void* norm_weight;  // [K] or null for ones

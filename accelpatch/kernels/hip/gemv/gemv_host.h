@@ -165,7 +165,7 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
     const int blocks = a.blocks > 0 ? a.blocks : limits.sms * BLOCKS_LAUNCHED;
     GemvPlan plan = {};
     const int depth = make_plan<F, T>(plan, a, limits, blocks, narrow ? Form::NARROW : Form::WIDE);
-    if constexpr (CLUSTER > 1 && !COMPACT<F>) {
+    if constexpr (CLUSTER > 1 && !COMPACT<F> && !STAGE_SCALES<F>) {
         const bool many = a.m > (F::QUANTIZES ? NARROW_TOKENS : WIDE_TOKENS);
         if (limits.clusters && common(a, plan) && (many || !depth || plan.bytes > half_of(limits))) {
             const int status = launch_as_clusters<F, T>(a, limits, stream);

@@ -23,11 +23,14 @@ template <int GROUPS, class T> int by_offset(const GemvArgs& a, GpuStream s) {
     if constexpr (GROUPS == 4 && HAS<OFFSET_E2M1>) {
         if (a.offset_kind == OFFSET_E2M1) return launch_all<Codebook4<GROUPS, OFFSET_E2M1>, T>(a, s);
     }
+    if constexpr (GROUPS == 4 && HAS<OFFSET_NVFP4>) {
+        if (a.offset_kind == OFFSET_NVFP4) return launch_all<Nvfp4, T>(a, s);
+    }
     return STATUS_FORMAT;
 }
 // dtype: 0 bf16, 1 fp16 activations.
 template <int GROUPS> int int4_linear(const GemvArgs& a, int dtype, void* stream) {
-    if (two_tables(a.offset_kind) && !a.offset) return STATUS_POINTER;
+    if ((two_tables(a.offset_kind) || a.offset_kind == OFFSET_NVFP4) && !a.offset) return STATUS_POINTER;
     const auto s = static_cast<GpuStream>(stream);
     return by_dtype(dtype, [&](auto t) { return by_offset<GROUPS, decltype(t)>(a, s); });
 }

@@ -26,10 +26,17 @@ DEVICE void reset_signal(const GemvArgs& a) {
     if (threadIdx.x == THREADS - 1 && last_call(a.consumer + 1, int(gridDim.x))) a.consumer[0] = 0;
 }
 
+// Zeros, and where scales of stages lie.
+template <class F, class SUMS> DEVICE void start_sums(SUMS& total, const GemvArgs& a, int tile) {
+    total.zero();
+    if constexpr (STAGE_SCALES<F>) total.of_tile(a, tile);
+}
+
 // A warp's stages from step `from` to `end`; activations are staged from step `begin` on.
 template <bool BF16_SCALES, class F, int DEPTH, class SUMS>
 DEVICE void sweep(
     Stream<F, DEPTH>& stream, SUMS& total, const typename SUMS::Place& place, int from, int end, int begin) {
+    if constexpr (STAGE_SCALES<F>) total.staged_from = begin;
 #pragma unroll 1
     for (int step = from; step < end; step += stream.stride) {
         Slot<F> now[PAIR<F>];
@@ -96,7 +103,7 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
         const bool adder = adds(round);
         if (adder && round > 0) output = Output<F, T>(a, plan, tile, seat);
         Sums total;
-        total.zero();
+        start_sums<F>(total, a, tile);
         for (int k_tile = 0; k_tile < plan.k_tiles;) {
             const int k_tile_begin = k_tile * plan.k_tile_steps, begin = fully_staged ? 0 : k_tile_begin;
             if (k_tile >= there) {

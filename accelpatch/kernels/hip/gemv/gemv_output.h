@@ -34,7 +34,8 @@ template <class F, class T> struct Output {
         for (int i = 0; i < 2; ++i) {
             if (i && !gate) break;
             const int r = i ? n + half : n;
-            if (F::GROUPS == 0 && a.scale)
+            if constexpr (ROW_FACTORS<F>) scale[i] = F::factor(a, tile * 16 + row + 8 * i);
+            else if (F::GROUPS == 0 && !STAGE_SCALES<F> && a.scale)
                 scale[i] = static_cast<const float*>(a.scale)[COMPACT<F> ? tile * 16 + row + 8 * i : r];
             if (a.bias) bias[i] = bits(a.bias, r);
             if constexpr (COMPACT<F>) outliers[i] = *outliers_of<F>(a, tile, row + 8 * i);
@@ -106,7 +107,9 @@ DEVICE float unbounded_sum(
             const int step = k / F::KSTEP, group = k % F::KSTEP / (F::KSTEP / F::GROUPS);
             const int64_t at = ((tile * sets + (step >> a.group_shift)) * 8 + r % 8) * F::GROUPS + group;
             const auto word = [&](const void* table) ALWAYS_INLINE { return static_cast<const uint32_t*>(table)[at]; };
-            if constexpr (CODEBOOK<F> && TABLES<F> > 1) {
+            if constexpr (ROW_FACTORS<F>) {
+                scale = F::scale(word(a.scale), r / 8, k / 16 % 2);
+            } else if constexpr (CODEBOOK<F> && TABLES<F> > 1) {
                 scale = wide_value(word(a.scale), word(a.offset), r / 8);
             } else {
                 scale = table_value(word(a.scale), r / 8, a.scale_is_bf16);

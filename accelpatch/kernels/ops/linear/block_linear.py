@@ -17,62 +17,18 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.arguments import FLOATS, require, say
 from accelpatch.kernels.layouts.gguf_blocks import FORMS, GgufBlocks, columns, row_bytes
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops.linear import common, gradient
+from accelpatch.kernels.ops.linear import common, gguf_elements, gradient
 from accelpatch.kernels.ops.linear.gguf_values import dequantize_rows
 from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
-TWO_LEVELS = ("Q4_K", "Q6_K")
+HELD_OTHERWISE = ("Q8_0", "Q4_0", "Q4_1")  # as int8 and int4: of these, embeddings alone are blocks
+BY_TRITON = tuple(form for form in FORMS if form not in HELD_OTHERWISE)
 
 
 def dense(dtype: torch.dtype, blocks: Tensor, form: str, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """The weight[N, K], value by value in float32 or wider and rounded to `dtype`, and the bias."""
-    wide, kind = torch.promote_types(dtype, torch.float32), FORMS[form]
-    each = blocks.to(torch.int64).unflatten(1, (-1, kind.bytes))
-    i = torch.arange(kind.values, device=blocks.device)
-    floats = [_float16(each, place).to(wide) for place in kind.floats]
-    code = _codes(each, form, i).to(wide)
-    if form in ("Q8_0", "Q4_0"):
-        values = floats[0] * (code - (8 if form == "Q4_0" else 0))
-    elif form == "Q4_1":
-        values = floats[0] * code + floats[1]
-    elif form == "Q4_K":
-        scale, minimum = _six_bits(each, i // 32)
-        values = floats[0] * scale.to(wide) * code - floats[1] * minimum.to(wide)
-    else:
-        values = floats[0] * _signed(each[:, :, 192 + i // 16]).to(wide) * (code - 32)
-    return values.flatten(1).to(dtype), None if bias is None else bias.to(dtype)
-
-
-def _codes(each: Tensor, form: str, i: Tensor) -> Tensor:
-    """The code of each value i of every block."""
-    if form == "Q8_0":
-        return _signed(each[:, :, 2 + i])
-    if form == "Q6_K":
-        half, place = i // 128, i % 128
-        low = each[:, :, 64 * half + place % 64] >> (place // 64 * 4)
-        high = each[:, :, 128 + 32 * half + place % 32] >> (place // 32 * 2)
-        return low % 16 + high % 4 * 16
-    byte = 16 + i // 64 * 32 + i % 32 if form == "Q4_K" else (2 if form == "Q4_0" else 4) + i % 16
-    return each[:, :, byte] >> (i // (32 if form == "Q4_K" else 16) % 2 * 4) & 15
-
-
-def _six_bits(each: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and minimum of group j of eight, 6 bits each."""
-    s = each[:, :, 4:16]
-    first, behind = s[:, :, j % 4], s[:, :, 4 + j % 4]
-    late = s[:, :, 8 + j % 4]
-    scale = torch.where(j < 4, first & 63, (late & 15) + (first >> 6) * 16)
-    return scale, torch.where(j < 4, behind & 63, (late >> 4) + (behind >> 6) * 16)
-
-
-def _float16(each: Tensor, place: int) -> Tensor:
-    bits = each[:, :, place : place + 1] + 256 * each[:, :, place + 1 : place + 2]
-    return bits.to(torch.uint16).view(torch.float16)
-
-
-def _signed(byte: Tensor) -> Tensor:
-    return byte - byte // 128 * 256
+    return gguf_elements.dense(dtype, blocks, form), None if bias is None else bias.to(dtype)
 
 
 def reference(x: Tensor, blocks: Tensor, form: str, bias: Tensor | None = None) -> Tensor:
@@ -149,8 +105,8 @@ def embedding_by_torch(ids: Tensor, blocks: Tensor, form: str, dtype: torch.dtyp
 
 def triton_why_not(spec: Spec, device: Device) -> str | None:
     """Why `by_triton` cannot run a spec; None where it can."""
-    if (form := spec.options.get("blocks", TWO_LEVELS[0])) not in TWO_LEVELS:
-        return f"it takes {' and '.join(TWO_LEVELS)}, not {form}"
+    if (form := spec.options.get("blocks", BY_TRITON[0])) not in BY_TRITON:
+        return f"it takes {', '.join(BY_TRITON)}, not {form}"
     return common.too_large(spec) or launch.why_not(device, spec.dtype)
 
 
@@ -202,12 +158,19 @@ def _fake_embedding(ids: Tensor, blocks: Tensor, form: str, dtype: torch.dtype) 
     return blocks.new_empty((*ids.shape, made.sizes["K"]), dtype=dtype)
 
 
+#: the size of a form's usual products of codes and scales
+LEVELS = {
+    "Q8_0": 127, "Q4_0": 8, "Q4_1": 8, "Q5_0": 16, "Q5_1": 16, "Q2_K": 2 * 8, "Q3_K": 4 * 32, "Q4_K": 8 * 32,
+    "Q5_K": 16 * 32, "Q6_K": 32 * 64, "IQ4_NL": 127, "IQ4_XS": 127 * 32,
+}  # fmt: skip
+
+
 def random_blocks(generator: torch.Generator, n: int, k: int, form: str) -> Tensor:
     """Random codes and scales of a weight[n, k] whose float16 values are near 1 / sqrt(k), for parity checks."""
     kind = FORMS[form]
     blocks = torch.randint(0, 256, (n, row_bytes(form, k)), generator=generator, dtype=torch.uint8)
     each = blocks.view(n, -1, kind.bytes)
-    levels = {"Q8_0": 127, "Q4_0": 8, "Q4_1": 8, "Q4_K": 8 * 32, "Q6_K": 32 * 64}[form]
+    levels = LEVELS[form]
     for place in kind.floats:
         d = (torch.rand(n, each.shape[1], 1, generator=generator) + 0.5) / (levels * k**0.5)
         each[:, :, place : place + 2] = d.half().view(torch.uint8)
@@ -228,10 +191,9 @@ def cases() -> list[Case]:
 
         return Case(f"m{m}-n{n}-k{k}-{form}{'-bias' if bias else ''}", make)
 
-    others = [form for form in FORMS if form not in TWO_LEVELS]
-    return [case(*size, form=form) for size in SIZES for form in TWO_LEVELS] + [
-        case(3, 10, 96, True, form) for form in others
-    ]
+    short = [form for form, kind in FORMS.items() if kind.values == 32]
+    long = [form for form in FORMS if form not in short]
+    return [case(*size, form=form) for size in SIZES for form in long] + [case(3, 10, 96, True, form) for form in short]
 
 
 def embedding_cases() -> list[Case]:
@@ -245,7 +207,7 @@ def embedding_cases() -> list[Case]:
         return Case(f"ids{'x'.join(map(str, shape))}-n{n}-k{k}-{form}", make)
 
     shapes = ((1, 1), (2, 7), (0,), (129,), (3,))
-    return [case(shape, 65, 256, form) for shape, form in zip(shapes, FORMS, strict=True)]
+    return [case(shapes[at % len(shapes)], 65, 256, form) for at, form in enumerate(FORMS)]
 
 
 IMPLEMENTATIONS = {

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from accelpatch.kernels.arguments import FLOATS, check_scale, require, say
+from accelpatch.kernels.codebooks import E4M3, NVFP4, scale_dtype
 from accelpatch.kernels.layouts.row_major import RowMajor
 from accelpatch.kernels.spec import Blocks, Spec
 
@@ -139,6 +140,13 @@ def rows_like(spec: Callable[..., Spec]) -> Callable[..., Tensor]:
         return x.new_empty((*x.shape[:-1], spec(x, *weight).sizes["N"]))
 
     return fake
+
+
+def of_codes(scale: Tensor, codes: str) -> tuple[Tensor, Tensor | None]:
+    """scale[n, groups] in the dtype of a codebook's, and what lies beside it: of nvfp4 a factor for each row."""
+    if codes != NVFP4:
+        return scale.to(scale_dtype(codes)), None
+    return (scale * 8).to(E4M3), torch.linspace(0.1, 0.2, len(scale), dtype=torch.float64, device=scale.device)[:, None]
 
 
 def operands(

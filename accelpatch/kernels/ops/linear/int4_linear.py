@@ -4,6 +4,7 @@
     offset[N, G] float        w = u * scale + offset        minimum (GGUF Q4_1)
     offset[N, G] integer      w = (u - offset) * scale      zero point (GPTQ, AWQ)
     codes                     w = BOOK[u] * scale           a table of codebooks.py (nf4, fp4), with float32 scales
+    codes nvfp4               w = BOOK[u] * (scale * offset)    scale in e4m3, offset[N, 1] a factor for each row
 
 Packed q[N, K / 2]: two codes per byte, the even k in the low nibble. Stored as torch.int8 (as bits): code that looks at
 a weight's dtype takes torch.uint8 for a mask or an image.
@@ -21,7 +22,7 @@ from torch.nn import functional
 
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.arguments import require
-from accelpatch.kernels.codebooks import CODEBOOKS
+from accelpatch.kernels.codebooks import CODEBOOKS, E4M3, NVFP4
 from accelpatch.kernels.layouts.row_major import Int4Rows
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops.linear import common, gradient
@@ -42,7 +43,7 @@ def dense(
     u[:, 1::2] = byte.div_(16, rounding_mode="floor")
     if codes:
         u = torch.tensor(CODEBOOKS[codes], dtype=torch.float32, device=q.device).to(wide)[u.long()]
-    groups, s = u.view(q.shape[0], scale.shape[1], -1), scale.to(wide)[:, :, None]
+    groups, s = u.view(q.shape[0], scale.shape[1], -1), _scales(scale, offset, codes, wide)[:, :, None]
     if codes:
         groups.mul_(s)
     elif offset is None:
@@ -52,6 +53,13 @@ def dense(
     else:
         groups.sub_(offset.to(wide)[:, :, None]).mul_(s)
     return u.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _scales(scale: Tensor, offset: Tensor | None, codes: str, dtype: torch.dtype) -> Tensor:
+    """scale[N, G] in `dtype`, of nvfp4 times the rows' factors."""
+    if codes == NVFP4 and offset is not None:
+        return (scale.double() * offset).to(dtype)  # a factor may be 1 over what a file has: the quotient, rounded once
+    return scale.to(dtype)
 
 
 def reference(x: Tensor, *weight: Any) -> Tensor:
@@ -70,7 +78,11 @@ def spec(
 ) -> Spec:
     """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
     require(codes in ("", *CODEBOOKS), OP, f"codes are of {', '.join(CODEBOOKS)}, not {codes!r}")
-    require(not codes or offset is None, OP, f"{codes} has no offset")
+    if codes == NVFP4:
+        fits = offset is not None and offset.dtype == torch.float64 and scale.dtype == E4M3
+        require(fits, OP, "nvfp4 has scales in e4m3, and a factor for each row in float64")
+    else:
+        require(not codes or offset is None, OP, f"{codes} has no offset")
     found = common.spec(OP, x, q, 4, scale, offset, bias)
     return replace(found, offset=codes) if codes else found
 
@@ -83,7 +95,7 @@ def unpack(q: Tensor) -> Tensor:
 def dequantize_rows(q: Tensor, scale: Tensor, offset: Tensor | None, codes: str, dtype: torch.dtype) -> Tensor:
     """w[N, K] in `dtype` from packed rows."""
     groups = unpack(q).unflatten(1, (scale.shape[1], -1))
-    s = scale.to(dtype).unsqueeze(2)
+    s = _scales(scale, offset, codes, dtype).unsqueeze(2)
     if codes:
         book = torch.tensor(CODEBOOKS[codes], dtype=dtype, device=q.device)
         return book[groups.int()].mul_(s).flatten(1)
@@ -133,9 +145,8 @@ def cases() -> list[Case]:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
             x, scale, b = common.operands(generator, dtype, device, m, n, k, groups, bias)
             codes = kind if kind in CODEBOOKS else ""
-            scale = scale if codes else (scale / 8).to(torch.float16)
+            scale, offset = common.of_codes(scale, codes) if codes else ((scale / 8).to(torch.float16), None)
             q = torch.randint(-128, 128, (n, k // 2), generator=generator, dtype=torch.int8).to(device)
-            offset = None
             if kind == "minimum":
                 offset = -8 * scale
             elif kind == "zero_point":

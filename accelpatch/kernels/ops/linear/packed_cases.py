@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelpatch.kernels.codebooks import CODEBOOKS, scale_dtype
+from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.kernels.layouts.cpu_pack import FORMS, SUPERBLOCK, Pack
 from accelpatch.kernels.ops.linear import common, int3_linear, int4_linear, int8_embedding, int8_linear
 from accelpatch.kernels.spec import Case
@@ -60,7 +60,7 @@ def _foreign(generator: torch.Generator, m: int, n: int, k: int, group: int, kin
         return x, Pack.of_blocks(data.flatten(1), k, kind), bias
     q = torch.randint(-128, 128, (n, k // 2), generator=generator, dtype=torch.int8)
     if kind != "zero_point":
-        return x, Pack.pack(q, scale.to(scale_dtype(kind)), bits=4, codes=kind), bias
+        return x, Pack.pack(q, *common.of_codes(scale, kind), bits=4, codes=kind), bias
     zero = torch.randint(0, 17, scale.shape, generator=generator)
     order = torch.randperm(k, generator=generator)
     return x, Pack.pack(q, (scale / 16).half(), zero, bits=4, order=order), bias

@@ -16,7 +16,7 @@ from torch.nn import functional
 from accelpatch.device import KIB, Device, probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.arguments import FLOATS, require, say
-from accelpatch.kernels.codebooks import CODEBOOKS, scale_dtype
+from accelpatch.kernels.codebooks import CODEBOOKS, NVFP4, scale_dtype
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.kernels.layouts.int4_tiles import Tiles
@@ -73,7 +73,8 @@ def spec(x: Tensor, *args: Any) -> Spec:
     require(interleaved, OP, f"paired tiles hold a multiple of {2 * TILE_ROWS} rows, not {tiles.rows}")
     sets = ((place["steps"] - 1) >> place["group_shift"]) + 1
     size = [size[0], sets, TILE_ROWS // 2, place["groups"], 2]
-    for table in (tiles.scale, tiles.scale if tiles.offset is None else tiles.offset):
+    beside = tiles.scale if tiles.offset is None or tiles.kind == NVFP4 else tiles.offset
+    for table in (tiles.scale, beside):
         require(list(table.shape) == size, OP, f"scale and offset are {size}, not {say(table)}")
     common.check_beside(OP, x, n, bias, w=tiles.w, scale=tiles.scale, offset=tiles.offset)
     scale = scale_dtype(tiles.kind) if tiles.kind in CODEBOOKS else tiles.scale.dtype  # not that of its tables
@@ -240,7 +241,8 @@ def cases() -> list[Case]:
     def tiled(case: Case) -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
             x, q, scale, offset, codes, bias = case.make(generator, dtype, device)
-            return x, *Tiles.pack(q, scale.to(scale_dtype(codes) if codes else torch.float16), offset, codes), bias
+            scale = scale.to(scale_dtype(codes) if codes else torch.float16)
+            return x, *Tiles.pack(q, scale, offset, codes), bias
 
         return Case(case.id, make)
 
@@ -258,13 +260,17 @@ def cases() -> list[Case]:
     def of_codes(m: int, group: int, codebook: str) -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
             q = torch.randint(-128, 128, (65, 96), generator=generator, dtype=torch.int8).to(device)
-            scale = (torch.rand(65, 192 // group, generator=generator) / 10).to(device, scale_dtype(codebook))
+            scale, beside = common.of_codes(torch.rand(65, 192 // group, generator=generator).to(device) / 10, codebook)
             x = torch.randn(m, 192, generator=generator).to(device, dtype)
-            return x, *Tiles.pack(q, scale, codes=codebook), torch.randn(65, generator=generator).to(device, dtype)
+            return (
+                x,
+                *Tiles.pack(q, scale, beside, codes=codebook),
+                torch.randn(65, generator=generator).to(device, dtype),
+            )
 
         return Case(f"m{m}-g{group}-{codebook}", make)
 
-    books = ((64, "nf4"), (32, "nf4"), (64, "fp4"), (32, "e2m1"))
+    books = ((64, "nf4"), (32, "nf4"), (64, "fp4"), (32, "e2m1"), (16, NVFP4))
     codes = [of_codes(m, group, book) for m in (1, 9, 70) for group, book in books]
     whole = [tiled(case) for case, size in zip(int4_linear.cases(), common.SIZES, strict=False) if _fits(size)]
     return whole + codes + [interleaved(part, m) for part in ("both", "gate", "up") for m in (1, 9, 70)]
