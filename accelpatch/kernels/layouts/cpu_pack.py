@@ -36,7 +36,13 @@ from accelpatch.kernels.cpu.native_library import (
 from accelpatch.kernels.layouts.gguf_blocks import GgufBlocks
 from accelpatch.kernels.layouts.layout import WeightArguments, nbytes_of, why_not_split
 from accelpatch.kernels.layouts.pack_tensors import (
-    ALIGNED, aligned, as_float, as_order, as_zero_points, is_half, realigned,
+    ALIGNED,
+    aligned,
+    as_float,
+    as_order,
+    as_zero_points,
+    is_half,
+    realigned,
 )  # fmt: skip
 from accelpatch.kernels.layouts.row_major import Int3Rows, Int4Rows, Int8Rows, Plain
 
