@@ -1,0 +1,184 @@
+"""What proposes draft tokens for a row of generate(), and how many are worth while.
+
+A Drafter proposes up to k tokens that may follow the text; the target model checks them in one step of several tokens,
+and the drafter is told what the text became: rejected draft tokens are rolled back with the next token that is appended.
+Prompt lookup is one (speculation.py), a draft model another (draft_model_run.py on a GPU, cpu/native_drafts.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any, Protocol
+
+DRAFTED = "draft tokens of a model"  # in the report, with their number
+ACCEPTED = "draft tokens of a model, accepted"
+CHECKS = "steps that checked drafts of a model"
+NONE = "no drafts of a model by captured steps: "  # and the reason
+SAVED = "milliseconds that drafts of a model saved"
+
+MEASURED = 2  # plain steps whose time must be known before anything is drafted
+WINDOW = 8  # latest rounds with a number of drafts whose times count
+FADING = 0.97  # what an earlier draft token's acceptance weighs beside the next one's
+PRIOR, PRIOR_WEIGHT = (
+    0.75,
+    2.0,
+)  # acceptance that is assumed before anything is known, and draft tokens that it is worth
+CHECK, DRAFT = 0.15, 0.12  # of a plain step: what checking, and one draft token, is taken to cost before it is measured
+FIRST_WAIT, LONGEST_WAIT = 64, 1024  # plain tokens until drafts that lost are tried again; doubled each time
+NUMBER, THRESHOLD = 20, 0.4  # what transformers takes where a generation config says nothing
+TRIAL = 3  # drafts of the first round after a wait
+
+
+class Drafter(Protocol):
+    """Draft tokens for one sequence, whose text so far it knows."""
+
+    def __len__(self) -> int:
+        """Tokens of the text."""
+
+    def append(self, token: int) -> None:
+        """The text has a token more. What was drafted in its place and behind it is rolled back, where it differs."""
+
+    def draft(self) -> list[int] | None:
+        """Draft tokens after the text, or None for none."""
+
+    def learn(self, accepted: int) -> None:
+        """So many of the tokens drafted last were accepted."""
+
+
+class Pace:
+    """Chooses the number of draft tokens of the next round by what rounds gave and took so far.
+
+    A round of k draft tokens yields 1 + p + ... + p^k tokens where each is accepted with probability p. Its time is
+    the median of the latest ones with as many; between those that are known it is interpolated. Where no number of
+    drafts beats a plain step, none are made for a while, and then few again.
+    """
+
+    def __init__(self) -> None:
+        self._right, self._wrong = PRIOR * PRIOR_WEIGHT, (1 - PRIOR) * PRIOR_WEIGHT
+        self._times: dict[int, deque[float]] = {}
+        self._resting, self._left = False, 0  # whether drafts have lost; plain tokens until they are tried again
+        self._wait = FIRST_WAIT
+
+    @property
+    def probability(self) -> float:
+        """Of a draft token to be accepted, when all before it were."""
+        return self._right / (self._right + self._wrong)
+
+    @property
+    def plain(self) -> float | None:
+        """Seconds of a plain step, where they are known."""
+        return self.seconds(0) if self._times.get(0) else None
+
+    def next(self, most: int) -> int:
+        """Draft tokens of the next round, 0 to `most`."""
+        if most <= 0 or self._left or len(self._times.get(0, ())) < MEASURED:
+            return 0
+        if self._resting:
+            return min(TRIAL, most)
+        best = max(range(most + 1), key=lambda k: self.tokens(k) / self.seconds(k))
+        if best == 0:
+            self._rest()
+        return best
+
+    def tokens(self, drafts: int) -> float:
+        """Expected tokens of a round."""
+        return float(sum(self.probability**k for k in range(drafts + 1)))
+
+    def seconds(self, drafts: int) -> float:
+        """Expected time of a round; in plain steps where no time is known."""
+        known = {k: sorted(times)[len(times) // 2] for k, times in self._times.items()}
+        if drafts in known:
+            return known[drafts]
+        plain = known.get(0, 1.0)
+        guess = [plain] + [plain * (1 + CHECK + DRAFT * k) for k in range(1, drafts + 1)]
+        below = max((k for k in known if 0 < k < drafts), default=0)
+        above = min((k for k in known if k > drafts), default=0)
+        if below and above:
+            return known[below] + (known[above] - known[below]) * (drafts - below) / (above - below)
+        near = below or above
+        return guess[drafts] if not near else max(known[near] + plain * DRAFT * (drafts - near), plain)
+
+    def record(self, drafts: int, accepted: int, seconds: float | None) -> None:
+        """A round with so many draft tokens is over. seconds: None where they say nothing, as after a capture."""
+        if seconds is not None:
+            self._times.setdefault(drafts, deque(maxlen=WINDOW)).append(seconds)
+        if not drafts:
+            self._left = max(self._left - 1, 0)
+            return
+        wrong = int(accepted < drafts)
+        fading = FADING ** (accepted + wrong)
+        self._right = self._right * fading + accepted
+        self._wrong = self._wrong * fading + wrong
+        if self._resting and not accepted:
+            self._rest()
+        elif accepted:
+            self._resting = False
+        if not wrong:
+            self._wait = FIRST_WAIT
+
+    def _rest(self) -> None:
+        self._resting, self._left = True, self._wait
+        self._wait = min(self._wait * 2, LONGEST_WAIT)
+
+
+class Limit:
+    """The most draft tokens of a round, as an assistant's generation config has them: num_assistant_tokens and its
+    schedule. most: no more than `room`."""
+
+    def __init__(self, config: Any, room: int):
+        self._asked = int(_given(config, "num_assistant_tokens", NUMBER))
+        self._schedule = _given(config, "num_assistant_tokens_schedule", "constant")
+        self._config, self._room = config, room
+        self.off = False  # whether nothing more is to be drafted in this call
+
+    @property
+    def most(self) -> int:
+        """The most draft tokens of the next round."""
+        return 0 if self.off else min(self._asked, self._room)
+
+    def learn(self, accepted: int, drafted: int) -> None:
+        """Adapt to a round, as the schedule says."""
+        if self._schedule in ("heuristic", "heuristic_transient"):
+            self._asked = self._asked + 2 if accepted == drafted else max(1, self._asked - 1)
+
+    def keep(self) -> None:
+        """At the end of a call: the schedule `heuristic` goes on with this number in the next one."""
+        if self._schedule == "heuristic":
+            self._config.num_assistant_tokens = self._asked
+
+
+def threshold_of(config: Any) -> float:
+    """The probability of a draft token below which drafting stops, 0 for never."""
+    return float(_given(config, "assistant_confidence_threshold", THRESHOLD))
+
+
+def _given(config: Any, name: str, default: Any) -> Any:
+    value = getattr(config, name, None)
+    return default if value is None else value
+
+
+class Counts:
+    """What became of the drafts of one call. checks: rounds with drafts; drafted, accepted: tokens."""
+
+    def __init__(self, pace: Pace):
+        self._pace = pace
+        self.checks = self.drafted = self.accepted = 0
+        self._seconds = 0.0  # of rounds with drafts
+
+    def add(self, drafted: int, accepted: int, seconds: float) -> None:
+        """A round is over."""
+        if drafted:
+            self.checks += 1
+            self.drafted += drafted
+            self.accepted += accepted
+            self._seconds += seconds
+
+    def report(self, paths: Counter[str]) -> None:
+        """Count them in a report's paths."""
+        if not self.checks:
+            return
+        paths[CHECKS] += self.checks
+        paths[DRAFTED] += self.drafted
+        paths[ACCEPTED] += self.accepted
+        if (plain := self._pace.plain) is not None:
+            paths[SAVED] += round(1000 * ((self.checks + self.accepted) * plain - self._seconds))
