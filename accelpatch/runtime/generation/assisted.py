@@ -1,4 +1,4 @@
-"""generate() with the drafts of a model (`assistant_model=`, `assistant_early_exit=`) over captured steps.
+"""generate() with the drafts of a model (`assistant_model=`) over captured or native steps.
 
 What they cannot do runs transformers' own loop over the patched modules, and the report says why.
 """
@@ -11,15 +11,18 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.kernels.triton.launch import on_device
 from accelpatch.runtime.code_watch import CodeWatch
+from accelpatch.runtime.cpu.native_step import NativeRuntime
 from accelpatch.runtime.generation.captured_run import CapturedRun
+from accelpatch.runtime.generation.decoding import loop
 from accelpatch.runtime.generation.draft_model_run import AssistantRun, DraftRun, why_not_assistant
-from accelpatch.runtime.generation.drafted_loop import DeviceLoop
+from accelpatch.runtime.generation.drafted_loop import DeviceLoop, Drafted
 from accelpatch.runtime.generation.drafter import NONE, Limit, Pace, threshold_of
+from accelpatch.runtime.generation.hosted_drafts import ModelLookup
+from accelpatch.runtime.generation.native_drafts import native_assisted, native_why_not
 from accelpatch.runtime.graphs.batch import DRAFTS, TOKENS
 from accelpatch.runtime.graphs.drafts import several_tokens_why_not
 from accelpatch.runtime.graphs.kv_cache import NotCaptured
@@ -47,7 +50,7 @@ def assisting(cls: Any, name: str) -> Any:
         extra = {"inputs_tensor": inputs_tensor, "assistant_tokenizer": assistant_tokenizer, "tokenizer": tokenizer}
         if runtime is not None and runtime.begin is not None:
             runtime.begin(input_ids, generation_config)
-        if isinstance(runtime, CapturedRuntime) and generation_config.prompt_lookup_num_tokens is None:
+        if runtime is not None and generation_config.prompt_lookup_num_tokens is None:
             return assisted(self, runtime, stock, given, synced_gpus, streamer, assistant_model, extra, kwargs)
         return stock(*given, synced_gpus, streamer, assistant_model=assistant_model, **extra, **kwargs)
 
@@ -74,19 +77,23 @@ def kind_why_not(model: Any, config: Any, assistant: Any, extra: dict[str, Any])
 
 
 def assisted(
-    model: Any, runtime: CapturedRuntime, stock: Stock, given: tuple[Any, ...], synced_gpus: bool, streamer: Any,
-    assistant: Any, extra: dict[str, Any], kwargs: dict[str, Any],
+    model: Any, runtime: CapturedRuntime | NativeRuntime, stock: Stock, given: tuple[Any, ...], synced_gpus: bool,
+    streamer: Any, assistant: Any, extra: dict[str, Any], kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
     """Replaces the model's `_assisted_decoding`. given: as of captured_loop. extra: its arguments beside the loop's."""
-    ids, processors, criteria, config = given
+    ids, *_, config = given
     reason = kind_why_not(model, config, assistant, extra) or ("several rows" if len(ids) > 1 else None)
-    if reason is None:
+    if reason is None and isinstance(runtime, NativeRuntime):
+        reason = native_why_not(model, runtime, given, synced_gpus, assistant, kwargs)
+        if reason is None:
+            return native_assisted(model, runtime, given, streamer, assistant, kwargs)
+    elif reason is None and isinstance(runtime, CapturedRuntime):
         with on_device(ids), ExitStack() as held, torch.no_grad():
             call = _Call(model, runtime, assistant, given, streamer, kwargs)
             reason = call.why_not(synced_gpus, held)
             if reason is None:
                 return call.run()
-    runtime.paths[NONE + reason] += 1
+    runtime.paths[f"{NONE}{reason}"] += 1
     return stock(*given, synced_gpus, streamer, assistant_model=assistant, **extra, **kwargs)
 
 
@@ -99,8 +106,7 @@ class _Call:
         self._model, self._runtime, self._assistant = model, runtime, assistant
         self._ids, self._processors, self._criteria, self._config = given
         self._streamer, self._kwargs = streamer, kwargs
-        self._sampler: Sampler | None = None
-        self._by_host = ""
+        self._by_host = ""  # why the host chooses each token
 
     def why_not(self, synced: bool, held: ExitStack) -> str | None:
         """Why transformers' own loop must run, or None; then both models are locked until `held` ends."""
@@ -110,10 +116,7 @@ class _Call:
         reason = CapturedRun.why_not(self._model, runtime, self._config, synced, self._kwargs)
         if reason is not None:
             return reason
-        try:
-            self._sampler = Sampler(self._processors, self._criteria, self._config.do_sample, self._ids.shape[1])
-        except Unknown as name:
-            return f"token chosen by the host: {name}"
+        self._choose()
         try:
             self._run = CapturedRun.begun(self._model, runtime, self._ids, most, self._kwargs)
             step = self._run.step
@@ -140,6 +143,17 @@ class _Call:
             return str(error)
         return None
 
+    def _choose(self) -> None:
+        """The sampler of the call; where the host chooses the tokens, of the drafts alone."""
+        config = self._config
+        try:
+            if config.return_dict_in_generate and (config.output_scores or config.output_logits):
+                raise Unknown("scores or logits were asked for")
+            self._sampler = Sampler(self._processors, self._criteria, config.do_sample, self._ids.shape[1])
+        except Unknown as reason:
+            self._by_host = str(reason)
+            self._sampler = Sampler([], [], False, 0)
+
     def _runtime_of(self, assistant: Any) -> CapturedRuntime:
         """The captured steps of an assistant: its own, or made here for one that is not patched."""
         own = vars(assistant).get(RUNTIME)
@@ -154,23 +168,33 @@ class _Call:
 
     def run(self) -> Any:
         """The result of generate()."""
-        run, config, criteria, sampler = self._run, self._config, self._criteria, self._sampler
-        assert sampler is not None
         limit = Limit(self._assistant.generation_config, DRAFTS)
         pace = self._runtime.paces.setdefault(self._assistant, Pace())
-        graph = run.sampler(sampler, config._pad_token_tensor if sampler.ends is not None else None)
-        most = criteria.max_length - self._ids.shape[1]
-        loop = DeviceLoop(run, self._drafts, self._drafter, pace, limit, sampler, graph, self._streamer, most)
-        run.drafting = loop.counts
+        given = (self._run, self._drafts, self._drafter, pace, limit)
         try:
-            with run:
-                logits = loop.prompt(self._ids, config, self._kwargs)
-                run.sampler(sampler, config._pad_token_tensor if sampler.ends is not None else None)
-                run.step.batch.logits.copy_(logits)
-                made = loop.loop()
+            return self._hosted(Drafted(*given)) if self._by_host else self._late(DeviceLoop(*given))
         finally:
             self._drafter.close()
             limit.keep()
+
+    def _hosted(self, drafted: Drafted) -> Any:
+        run = self._run
+        steps = run.drafting = ModelLookup(drafted, self._ids, self._criteria.max_length)
+        self._runtime.paths[f"token chosen by the host: {self._by_host}"] += 1
+        given = (self._ids, self._processors, self._criteria, self._config, self._streamer, self._kwargs)
+        with run:
+            return loop(steps, *given, run.result)
+
+    def _late(self, drafted: DeviceLoop) -> Any:
+        run, config = self._run, self._config
+        run.drafting = drafted.counts
+        with run:
+            logits = drafted.prompt(self._ids, config, self._kwargs)
+            pad = config._pad_token_tensor if self._sampler.ends is not None else None
+            graph = run.sampler(self._sampler, pad)
+            run.step.batch.logits.copy_(logits)
+            most = self._criteria.max_length - self._ids.shape[1]
+            made = drafted.loop(self._sampler, graph, self._streamer, most)
         sequences = torch.cat([self._ids, made.to(self._ids.device)], dim=1)
         if not config.return_dict_in_generate:
             return sequences

@@ -163,13 +163,9 @@ class CapturedRun:
     def advance(self) -> None:
         """Queue one step of the model; a full cache is grown first."""
         if self.slot >= self.step.capacity:
-            self.grow()
+            self.step = self.runtime.larger(self._model, self.step)
         self.step.replay()
         self.slot += 1
-
-    def grow(self) -> None:
-        """Go on over a cache of the next larger capacity."""
-        self.step = self.runtime.larger(self._model, self.step)
 
     def used(self, tokens: int) -> None:
         """Set how many tokens after the prompt belong into the caller's cache, leaving out steps that were too many."""

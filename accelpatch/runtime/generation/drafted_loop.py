@@ -47,11 +47,11 @@ class Drafted:
     def check(self, drafts: int) -> Graph | None:
         """The captured step over so many draft tokens or more; None where there is no room, or it cannot be captured.
 
-        A full cache is grown. Nothing may be pending.
+        Plain steps fill a cache to its end, and grow it.
         """
         tokens = next(size for size in SIZES if size > drafts)
         run = self.run
-        if run.slot + TOKENS > run.step.capacity and not self._grown():
+        if run.slot + TOKENS > run.step.capacity:
             return None
         held = run.step.checks
         if tokens not in held:
@@ -68,35 +68,24 @@ class Drafted:
                 return None
         return held[tokens]
 
-    def _grown(self) -> bool:
-        run = self.run
-        longest = run.runtime.max_length
-        if self.drafter.step.shared or (longest is not None and run.slot + TOKENS > longest):
-            return False
-        run.grow()
-        self.fresh = True
-        return run.slot + TOKENS <= run.step.capacity
-
 
 class DeviceLoop(Drafted):
-    """The loop. most: new tokens at most."""
+    """The loop in which the device chooses the tokens."""
 
-    def __init__(
-        self, run: CapturedRun, drafts: ModelDrafts, drafter: DraftRun, pace: Pace, limit: Limit, sampler: Sampler,
-        graph: Graph, streamer: Any, most: int,
-    ):  # fmt: skip
-        super().__init__(run, drafts, drafter, pace, limit)
-        self._sampler, self._graph, self._streamer, self._most = sampler, graph, streamer, most
-        self._single = Reports(run.step.batch.report)
-        self._several = Reports(drafts.drafts.outcome)
-        self._made: list[Tensor] = []
-        self._pending = 0  # draft tokens of the round that is under way
-        self._began: float | None = None
+    _sampler: Sampler
+    _graph: Graph
+    _streamer: Any = None
+    _most = 0  # new tokens at most
+    _pending = 0  # draft tokens of the round that is under way
+    _began: float | None = None
 
-    def loop(self) -> Tensor:
+    def loop(self, sampler: Sampler, graph: Graph, streamer: Any, most: int) -> Tensor:
         """New tokens [1, N] on the host; the prompt's logits must be in the batch."""
+        self._sampler, self._graph, self._streamer, self._most = sampler, graph, streamer, most
+        self._single = Reports(self.run.step.batch.report)
+        self._several = Reports(self.drafts.drafts.outcome)
+        self._made: list[Tensor] = []
         self._choose()
-        self._began = None  # the first token took no step
         while True:
             queued, drafted = self._ahead()
             tokens, goes_on = self._wait()

@@ -1,12 +1,12 @@
 """What proposes draft tokens for a row of generate(), and how many are worth while.
 
-A Drafter proposes up to k tokens that may follow the text; the target model checks them in one step of several tokens,
-and the drafter is told what the text became: rejected draft tokens are rolled back with the next token that is appended.
-Prompt lookup is one (speculation.py), a draft model another (draft_model_run.py on a GPU, cpu/native_drafts.py).
+A Drafter proposes some tokens that may follow the text; the target model checks them in one step of several tokens, and
+the drafter is told how many were accepted, and what the text became: what it has of the others is rolled back.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from typing import Any, Protocol
 
@@ -182,3 +182,56 @@ class Counts:
         paths[ACCEPTED] += self.accepted
         if (plain := self._pace.plain) is not None:
             paths[SAVED] += round(1000 * ((self.checks + self.accepted) * plain - self._seconds))
+
+
+class PacedDrafter:
+    """A Drafter that drafts as many tokens as pay. counts: what became of them. text: the tokens so far.
+
+    fresh: whether something was captured meanwhile, so that times say nothing.
+    """
+
+    def __init__(self, pace: Pace, limit: Limit, counts: Counts, text: list[int]):
+        self.pace, self.limit, self.counts, self.text = pace, limit, counts, text
+        self.fresh = False
+        self._asked = self._accepted = 0  # of the last round
+        self._slot = 0  # of the last token of the text, when it began
+        self._began: float | None = None
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def append(self, token: int) -> None:
+        """As of Drafter."""
+        self.text.append(token)
+
+    def draft(self) -> list[int] | None:
+        """As of Drafter."""
+        now = time.perf_counter()
+        if self._began is not None:
+            self.pace.record(self._asked, self._accepted, None if self.fresh else now - self._began)
+            self.counts.add(self._asked, self._accepted, now - self._began)
+        self._began, self.fresh = now, False
+        self._slot = len(self.text) - 1
+        wanted = self.pace.next(self.limit.most)
+        found = self.proposed(wanted) if wanted else []
+        self._asked, self._accepted = len(found), 0
+        return found or None
+
+    def learn(self, accepted: int) -> None:
+        """As of Drafter."""
+        self._accepted = min(accepted, self._asked)
+        self.rolled_back(self._slot, self._asked, self._accepted)
+        self.limit.learn(self._accepted, self._asked)
+
+    def finish(self) -> None:
+        """The call is over: count what became of the last draft tokens."""
+        if self._began is not None:
+            self.counts.add(self._asked, self._accepted, time.perf_counter() - self._began)
+
+    def proposed(self, most: int) -> list[int]:
+        """Up to so many draft tokens after the text; [] for none."""
+        raise NotImplementedError
+
+    def rolled_back(self, slot: int, drafted: int, accepted: int) -> None:
+        """Of the tokens drafted after the one at `slot`, so many were accepted: the others are forgotten."""
+        raise NotImplementedError

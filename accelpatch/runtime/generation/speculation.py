@@ -149,7 +149,7 @@ class Lookup:
         token = int(tokens[0])
         self.known.append(token)
         if self._due and self._due[0] == token:
-            self.sample(TOKENS - len(self._due))
+            self.sample(self._drafted - len(self._due) + 1)
             del self._due[0]
         else:
             if self._drafted:

@@ -22,7 +22,6 @@ from accelpatch.runtime.graphs.capture import Graph
 from accelpatch.runtime.graphs.model_drafts import ModelDrafts
 from accelpatch.runtime.graphs.sampler import Sampler
 
-
 FIRST = 2  # a slot at which programs may be captured over an empty cache
 
 
