@@ -16,6 +16,9 @@ CHECKS = "steps that checked drafts of a model"
 NONE = "no drafts of a model by captured steps: "  # and the reason
 SAVED = "milliseconds that drafts of a model saved"
 
+NUMBERS = (1, 3, 5, 7)  # of draft tokens that are tried
+AGAIN = 64  # rounds with drafts after which a plain step is timed again
+HOPE = 1.2  # how much faster a number of drafts is taken to be than it seems, until its time is known
 MEASURED = 2  # plain steps whose time must be known before anything is drafted
 WINDOW = 8  # latest rounds with a number of drafts whose times count
 FADING = 0.97  # what an earlier draft token's acceptance weighs beside the next one's
@@ -58,6 +61,7 @@ class Pace:
         self._times: dict[int, deque[float]] = {}
         self._resting, self._left = False, 0  # whether drafts have lost; plain tokens until they are tried again
         self._wait = FIRST_WAIT
+        self._rounds = 0  # with drafts, since the last plain step
 
     @property
     def probability(self) -> float:
@@ -71,14 +75,19 @@ class Pace:
 
     def next(self, most: int) -> int:
         """Draft tokens of the next round, 0 to `most`."""
-        if most <= 0 or self._left or len(self._times.get(0, ())) < MEASURED:
+        if most <= 0 or self._left or self._rounds >= AGAIN or len(self._times.get(0, ())) < MEASURED:
             return 0
         if self._resting:
             return min(TRIAL, most)
-        best = max(range(most + 1), key=lambda k: self.tokens(k) / self.seconds(k))
+        best = max((0, *(k for k in NUMBERS if k < most), most), key=self._rate)
         if best == 0:
             self._rest()
         return best
+
+    def _rate(self, drafts: int) -> float:
+        """Expected tokens a second; more than that where no time is known, so that it becomes known."""
+        rate = self.tokens(drafts) / self.seconds(drafts)
+        return rate if self._times.get(drafts) else rate * HOPE
 
     def tokens(self, drafts: int) -> float:
         """Expected tokens of a round."""
@@ -90,21 +99,21 @@ class Pace:
         if drafts in known:
             return known[drafts]
         plain = known.get(0, 1.0)
-        guess = [plain] + [plain * (1 + CHECK + DRAFT * k) for k in range(1, drafts + 1)]
-        below = max((k for k in known if 0 < k < drafts), default=0)
-        above = min((k for k in known if k > drafts), default=0)
-        if below and above:
-            return known[below] + (known[above] - known[below]) * (drafts - below) / (above - below)
-        near = below or above
-        return guess[drafts] if not near else max(known[near] + plain * DRAFT * (drafts - near), plain)
+        above = min((k for k in known if k > drafts), default=None)
+        below = max((k for k in known if k < drafts), default=0)
+        first = known[below] if below else plain * (1 + CHECK)
+        if above is None:
+            return first + plain * DRAFT * (drafts - below)
+        return first + (known[above] - first) * (drafts - below) / (above - below)
 
     def record(self, drafts: int, accepted: int, seconds: float | None) -> None:
         """A round with so many draft tokens is over. seconds: None where they say nothing, as after a capture."""
         if seconds is not None:
             self._times.setdefault(drafts, deque(maxlen=WINDOW)).append(seconds)
         if not drafts:
-            self._left = max(self._left - 1, 0)
+            self._left, self._rounds = max(self._left - 1, 0), 0
             return
+        self._rounds += 1
         wrong = int(accepted < drafts)
         fading = FADING ** (accepted + wrong)
         self._right = self._right * fading + accepted

@@ -76,7 +76,10 @@ class NativeDrafter(PacedDrafter):
         native = isinstance(runtime, NativeRuntime) and runtime.steps(self._model)
         if not native and hasattr(cache, "activate_past_recording"):
             cache.activate_past_recording()
-        given = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+        given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+        if self._model._supports_logits_to_keep():
+            given["logits_to_keep"] = 1
         with all_threads():
             self._model(**given, **{CACHE: cache}, use_cache=True, return_dict=True)
         if native:

@@ -122,13 +122,13 @@ def test_max_length_at_each_place(new: int, monkeypatch: pytest.MonkeyPatch) -> 
 @spread("way, limit", ["greedy", "repetition"], {"growing": "", "to-its-end": ", max_length: 64"})
 def test_the_end_of_the_cache(limit: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "SMALLEST", 4)
-    model, draft = target("qwen3", more=limit), assistant("qwen3")
+    (model, plain), draft = (target("qwen3", more=limit) for _ in range(2)), assistant("qwen3")
     for length in (1, 2, 5, 8):
         paced(monkeypatch, mixed())
         options = (GREEDY | BY_HOST)[way] | {"max_new_tokens": 64 - length}
-        due = generate(model, row(length), **options)
+        due = generate(plain, row(length), **options)
         assert_same(generate(model, row(length), assistant_model=draft, **options), due)
-    assert paths(model)[ACCEPTED] > 40
+    assert paths(model)[ACCEPTED] > 20
 
 
 def test_processors_and_criteria_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:

