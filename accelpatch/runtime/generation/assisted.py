@@ -1,4 +1,4 @@
-"""generate() with the drafts of a model (`assistant_model=`) over captured or native steps.
+"""generate() with the drafts of a model (`assistant_model=`, `assistant_early_exit=`) over captured or native steps.
 
 What they cannot do runs transformers' own loop over the patched modules, and the report says why.
 """
@@ -18,7 +18,7 @@ from accelpatch.runtime.code_watch import CodeWatch
 from accelpatch.runtime.cpu.native_step import NativeRuntime
 from accelpatch.runtime.generation.captured_run import CapturedRun
 from accelpatch.runtime.generation.decoding import loop
-from accelpatch.runtime.generation.draft_model_run import AssistantRun, DraftRun, why_not_assistant
+from accelpatch.runtime.generation.draft_model_run import AssistantRun, DraftRun, ExitRun, why_not_assistant
 from accelpatch.runtime.generation.drafted_loop import DeviceLoop, Drafted
 from accelpatch.runtime.generation.drafter import NONE, Limit, Pace, threshold_of
 from accelpatch.runtime.generation.hosted_drafts import ModelLookup
@@ -29,9 +29,11 @@ from accelpatch.runtime.graphs.kv_cache import NotCaptured
 from accelpatch.runtime.graphs.model_drafts import ModelDrafts
 from accelpatch.runtime.graphs.runtime import CapturedRuntime
 from accelpatch.runtime.graphs.sampler import Sampler, Unknown
+from accelpatch.runtime.graphs.step import CapturedStep
 
 Stock = Callable[..., Any]
 RUNTIME = "_accelpatch_runtime"  # as in patched_model.py
+ROOM = 4096  # new tokens up to which an early exit drafts
 NAME = "_assisted_decoding"  # transformers' method
 
 
@@ -65,8 +67,11 @@ def kind_why_not(model: Any, config: Any, assistant: Any, extra: dict[str, Any])
         return "DFlash"
     if getattr(config, "assistant_ensemble_weight", None) is not None:
         return "assistant_ensemble_weight"
+    if (layers := config.assistant_early_exit) is not None:
+        count = model.config.get_text_config(decoder=True).num_hidden_layers
+        return None if 0 < layers <= count else f"an exit after {layers} of {count} layers"
     if assistant is None:
-        return "assistant_early_exit" if config.assistant_early_exit is not None else "no assistant"
+        return "no assistant"
     if extra.get("tokenizer") is not None and extra.get("assistant_tokenizer") is not None:
         return "another tokenizer"
     if model.config.is_encoder_decoder or assistant.config.is_encoder_decoder:
@@ -107,6 +112,9 @@ class _Call:
         self._ids, self._processors, self._criteria, self._config = given
         self._streamer, self._kwargs = streamer, kwargs
         self._by_host = ""  # why the host chooses each token
+        self._exit: int | None = self._config.assistant_early_exit
+        self._source = model if self._exit is not None else assistant
+        self._settings = self._source.generation_config
 
     def why_not(self, synced: bool, held: ExitStack) -> str | None:
         """Why transformers' own loop must run, or None; then both models are locked until `held` ends."""
@@ -118,30 +126,43 @@ class _Call:
             return reason
         self._choose()
         try:
-            self._run = CapturedRun.begun(self._model, runtime, self._ids, most, self._kwargs)
+            self._run = CapturedRun(self._model, runtime, self._step())
             step = self._run.step
             if reason := several_tokens_why_not(step, runtime.captured.fused):
                 return reason
-            own = self._runtime_of(self._assistant)
-            if not own.lock.acquire(blocking=False):
-                return "the assistant is within another call"
-            held.callback(own.lock.release)
-            held.enter_context(own.code)
-            if not held.enter_context(own.alone()):
-                return "the assistant is within another call"
-            room = most + 2 * TOKENS
-            if reason := why_not_assistant(self._assistant, own, step.batch, room):
-                return reason
             with torch.inference_mode(False):
-                self._drafts = drafts_of(step.batch)
-                threshold = threshold_of(self._assistant.generation_config)
-                given = (self._assistant, own, self._drafts, self._sampler, threshold, room)
-                self._drafter: DraftRun = AssistantRun(*given)
-            if self._drafter.step.batch.logits.shape != step.batch.logits.shape:
-                return "an assistant of another vocabulary"
+                return self._prepare(drafts_of(step.batch), held)
         except NotCaptured as error:
             return str(error)
-        return None
+
+    def _step(self) -> CapturedStep:
+        """The target's step; for an early exit, which goes on over its cache, with room for all tokens."""
+        length, most = self._ids.shape[1], self._criteria.max_length
+        mask = self._kwargs.get(CapturedRun.mask)
+        length = length if mask is None else max(length, int(mask.shape[1]))
+        room = self._runtime.room(length, most)
+        if self._exit is not None:
+            room = max(room, self._runtime.room(min(most, length + ROOM) + 2 * TOKENS, None))
+        return self._runtime.step(self._model, 1, room)
+
+    def _prepare(self, drafts: ModelDrafts, held: ExitStack) -> str | None:
+        """Make what drafts; returns why it cannot be."""
+        self._drafts, threshold = drafts, threshold_of(self._settings)
+        if self._exit is not None:
+            self._drafter: DraftRun = ExitRun(self._run, self._exit, drafts, self._sampler, threshold)
+            return None
+        own, room = self._runtime_of(self._assistant), self._criteria.max_length + 2 * TOKENS
+        if not own.lock.acquire(blocking=False):
+            return "the assistant is within another call"
+        held.callback(own.lock.release)
+        held.enter_context(own.code)
+        if not held.enter_context(own.alone()):
+            return "the assistant is within another call"
+        if reason := why_not_assistant(self._assistant, own, drafts.batch, room):
+            return reason
+        self._drafter = AssistantRun(self._assistant, own, drafts, self._sampler, threshold, room)
+        same = self._drafter.step.batch.logits.shape == drafts.batch.logits.shape
+        return None if same else "an assistant of another vocabulary"
 
     def _choose(self) -> None:
         """The sampler of the call; where the host chooses the tokens, of the drafts alone."""
@@ -168,8 +189,8 @@ class _Call:
 
     def run(self) -> Any:
         """The result of generate()."""
-        limit = Limit(self._assistant.generation_config, DRAFTS)
-        pace = self._runtime.paces.setdefault(self._assistant, Pace())
+        limit = Limit(self._settings, DRAFTS)
+        pace = self._runtime.paces.setdefault(self._source, Pace())
         given = (self._run, self._drafts, self._drafter, pace, limit)
         try:
             return self._hosted(Drafted(*given)) if self._by_host else self._late(DeviceLoop(*given))

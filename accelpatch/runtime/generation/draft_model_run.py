@@ -19,7 +19,7 @@ from accelpatch.runtime.cache_contents import OWN_CACHE
 from accelpatch.runtime.cache_form import misfit, why_not
 from accelpatch.runtime.generation.captured_run import CapturedRun
 from accelpatch.runtime.graphs.batch import TOKENS, Batch
-from accelpatch.runtime.graphs.draft_model import DraftPrograms, DraftStep
+from accelpatch.runtime.graphs.draft_model import DraftPrograms, DraftStep, ExitStep
 from accelpatch.runtime.graphs.model_drafts import ModelDrafts
 from accelpatch.runtime.graphs.runtime import CapturedRuntime
 from accelpatch.runtime.graphs.sampler import Reports, Sampler
@@ -140,6 +140,22 @@ class AssistantRun(DraftRun):
         """As of DraftRun."""
         with self.run:
             pass  # the cache of the prompt gets nothing back: nobody sees it
+
+
+class ExitRun(DraftRun):
+    """Draft tokens of the first `layers` layers of the target, which exits after them; over the target's own cache."""
+
+    def __init__(self, run: CapturedRun, layers: int, drafts: ModelDrafts, sampler: Sampler, confidence: float):
+        self._run, self._whole, fused = run, run.step, run.step.fused
+        assert fused is not None
+        if layers not in run.step.exits:
+            run.step.exits[layers] = ExitStep(run.step, fused.first(layers))
+        super().__init__(run.step.exits[layers], drafts, sampler, confidence)
+        self.prepare(run.runtime.captured.graph(run.step.batch.device), empty=True)
+
+    def fits(self, slot: int) -> bool:
+        """As of DraftRun: not in the larger cache that the target goes on with when this one is full."""
+        return self._run.step is self._whole and slot + 2 * TOKENS <= self._whole.capacity
 
 
 def why_not_assistant(model: Any, runtime: CapturedRuntime, target: Batch, most: int) -> str | None:

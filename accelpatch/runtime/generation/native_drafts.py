@@ -189,6 +189,8 @@ def native_why_not(
 ) -> str | None:
     """Why transformers' own loop must run; None where `native_assisted` can."""
     ids, _, criteria, config = given
+    if assistant is None:
+        return "assistant_early_exit on a CPU"
     reading = runtime.reading(model)
     if reading.model is None or reading.model.unfused:
         return str(reading.unfit or "modules in the native step")

@@ -57,6 +57,7 @@ class CapturedStep(Lent):
         self.no_drafts = ""  # why there is no `verification`
         self.checks: dict[int, Graph] = {}  # steps of so many tokens, for the drafts of models
         self.drafting: dict[Any, Any] = {}  # of a draft model: its programs (draft_model.py)
+        self.exits: dict[int, Any] = {}  # by the number of layers: draft_model.ExitStep
         self.cache = Cache(layers=[CapturedLayer(shape, batch.rows, capacity, batch.slot) for shape in shapes])
         self.mask = torch.zeros(batch.rows, capacity, dtype=torch.int64, device=batch.device)
         self.prompts: Any = None  # prefill.Prompts, made at the first prompt

@@ -172,6 +172,22 @@ def test_left_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert paths(model)[ACCEPTED] == paths(model)[DRAFTED] > 30
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_an_early_exit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = target(name)
+    model.generation_config.assistant_confidence_threshold = 0.0
+    for numbers in (None, mixed()):
+        paced(monkeypatch, numbers)
+        for options in ({}, {"repetition_penalty": 1.2}, {"do_sample": True, "top_k": 1}):
+            for ids in (row(), row(1)):
+                due = generate(model, ids, **options)
+                assert_same(generate(model, ids, assistant_early_exit=1, **options), due)
+    assert paths(model)[ACCEPTED] > 5
+    assert not [path for path in paths(model) if path.startswith(drafter.NONE)]
+    generate(model, row(), assistant_early_exit=3)
+    assert [path for path in paths(model) if path.startswith(drafter.NONE)]
+
+
 def test_drafting_stops_at_an_unlikely_token(monkeypatch: pytest.MonkeyPatch) -> None:
     paced(monkeypatch)
     model = target()
