@@ -226,8 +226,8 @@ class DecodeStep(Described):
         )
         self._keep += [made, self.embedding, self.head, *s.rope]
         model = native_library.Model(
-            len(self.layers), s.hidden, s.head_dim, self.tokens or self.rows, self.length, made, self.embedding.struct(),
-            self.head.struct(), self._norm(self.final_norm, s.hidden),
+            len(self.layers), s.hidden, s.head_dim, self.tokens or self.rows, self.length, made,
+            self.embedding.struct(), self.head.struct(), self._norm(self.final_norm, s.hidden),
         )  # fmt: skip
         for i, (frequencies, scaling) in enumerate(s.rope):
             model.inverse_frequency[i], model.rope_scaling[i] = self._vector(frequencies, s.head_dim // 2), scaling

@@ -21,11 +21,14 @@ from accelpatch.runtime.cpu.torch_threads import all_threads
 class NativeRow:
     """Steps of a model over a cache of one sequence.
 
-    start: number of slots of padding. offset: what positions are more than slots.
+    start: number of slots of padding. offset: what positions are more than slots. layers: how many run before the last
+    norm and the head; None for all.
     """
 
-    def __init__(self, runtime: NativeRuntime, model: Any, cache: Any, start: int = 0, offset: int = 0):
-        self._runtime, self._model, self._cache = runtime, model, cache
+    def __init__(
+        self, runtime: NativeRuntime, model: Any, cache: Any, start: int = 0, offset: int = 0, layers: int | None = None
+    ):
+        self._runtime, self._model, self._cache, self._layers = runtime, model, cache, layers
         self._start, self._offset = start, offset
         self.contents: Contents | None = None
 
@@ -50,7 +53,7 @@ class NativeRow:
         places = (first, starts, first + self._offset)
         ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         with all_threads():
-            made = _step(reading, store, len(tokens))(ids, *places)
+            made = _step(reading, store, len(tokens), self._layers)(ids, *places)
         self._runtime.paths[NATIVE] += 1
         return made
 
@@ -64,6 +67,10 @@ class NativeRow:
             return "a hook" if hooks else next(iter(reading.model.unfused.values()))
         return None
 
+    def first(self, layers: int) -> NativeRow:
+        """The first layers of the model, over the same cache."""
+        return NativeRow(self._runtime, self._model, self._cache, self._start, self._offset, layers)
+
     def grow(self) -> None:
         """The token behind the others, whose step was made, belongs to the cache."""
         assert self.contents is not None
@@ -72,18 +79,25 @@ class NativeRow:
         self.contents.static.places = (slot, start, slot + self._offset)
         self.contents.grow()
 
+    @property
+    def length(self) -> int:
+        """Tokens of the cache."""
+        return int(self._cache.get_seq_length()) if self.contents is None else self.contents.length
+
     def crop(self, length: int) -> None:
         """The cache, which nobody else sees, has so many tokens."""
         if self.contents is not None:
             self.contents.length = length
 
 
-def _step(reading: Reading, store: Store, tokens: int) -> Any:
+def _step(reading: Reading, store: Store, tokens: int, layers: int | None) -> Any:
     assert reading.model is not None
     if store.made_by is not reading.model:
-        store.step, store.several, store.made_by = None, None, reading.model
-    if tokens == 1:
+        store.step, store.several, store.made_by = None, {}, reading.model
+    if tokens == 1 and layers is None:
         store.step = store.step or reading.model.step(store.keys, store.values)
         return store.step
-    store.several = store.several or reading.model.step(store.keys, store.values, MAX_BATCH)
-    return store.several
+    if layers not in store.several:
+        model = reading.model if layers is None else reading.model.first(layers)
+        store.several[layers] = model.step(store.keys[:layers], store.values[:layers], MAX_BATCH)
+    return store.several[layers]

@@ -118,7 +118,7 @@ class _Call:
 
     def why_not(self, synced: bool, held: ExitStack) -> str | None:
         """Why transformers' own loop must run, or None; then both models are locked until `held` ends."""
-        runtime, most = self._runtime, self._criteria.max_length
+        runtime = self._runtime
         if not held.enter_context(runtime.alone()):
             return "generate() within generate()"
         reason = CapturedRun.why_not(self._model, runtime, self._config, synced, self._kwargs)

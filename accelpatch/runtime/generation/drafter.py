@@ -196,8 +196,10 @@ class Counts:
 class PacedDrafter:
     """A Drafter that drafts as many tokens as pay. counts: what became of them. text: the tokens so far.
 
-    fresh: whether something was captured meanwhile, so that times say nothing.
+    fresh: whether something was captured meanwhile, so that times say nothing. end: the most tokens of the sequence.
     """
+
+    end: int | None = None
 
     def __init__(self, pace: Pace, limit: Limit, counts: Counts, text: list[int]):
         self.pace, self.limit, self.counts, self.text = pace, limit, counts, text
@@ -221,7 +223,8 @@ class PacedDrafter:
             self.counts.add(self._asked, self._accepted, now - self._began)
         self._began, self.fresh = now, False
         self._slot = len(self.text) - 1
-        wanted = self.pace.next(self.limit.most)
+        left = self.limit.most if self.end is None else self.end - len(self.text) - 1
+        wanted = self.pace.next(min(self.limit.most, left))
         found = self.proposed(wanted) if wanted else []
         self._asked, self._accepted = len(found), 0
         return found or None

@@ -50,12 +50,11 @@ class ModelLookup(Lookup):
         """As of Lookup."""
         logits = self._drafted_by.prompt(ids, config, kwargs)
         self.known = HostDrafter(self._drafted_by)
+        self.known.end = self._end
         return logits
 
     def draft(self) -> list[int] | None:
         """As of Lookup."""
-        if self._end is not None and len(self.known) + 1 >= self._end:
-            return None
         return self.known.draft()
 
     def verify(self, drafted: list[int]) -> None:

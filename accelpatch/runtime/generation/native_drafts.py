@@ -67,8 +67,8 @@ class NativeDrafter(PacedDrafter):
         self._cached = 0  # tokens of the text whose keys and values it has
         self._row: Row | None = None
 
-    def prompt(self, ids: Tensor, mask: Tensor | None) -> None:
-        """Cache the prompt ids[1, L]; mask[1, L] hides padding."""
+    def prompt(self, ids: Tensor, mask: Tensor | None, target: NativeRow) -> None:
+        """Cache the prompt ids[1, L]; mask[1, L] hides padding. target: after the prompt."""
         self.text += ids[0].tolist()
         mask = torch.ones_like(ids) if mask is None or mask.shape != ids.shape else mask.long()
         cache, start = DynamicCache(config=self._model.config), int(mask.shape[1] - mask.sum())
@@ -92,7 +92,7 @@ class NativeDrafter(PacedDrafter):
     def proposed(self, most: int) -> list[int]:
         """As of PacedDrafter."""
         found: list[int] = []
-        given = self.text[self._cached :]
+        given = self.missing()
         while len(found) < most:
             logits = self._run(given)
             if logits is None:
@@ -104,6 +104,10 @@ class NativeDrafter(PacedDrafter):
                 break
             given = [token]
         return found
+
+    def missing(self) -> list[int]:
+        """The tokens of the text that are not cached, at least the last one."""
+        return self.text[self._cached :]
 
     def _run(self, tokens: list[int]) -> Tensor | None:
         """Logits [V] after the last of the tokens, which come behind those that are cached."""
@@ -124,11 +128,33 @@ class NativeDrafter(PacedDrafter):
             self._row.crop(self._cached)
 
 
+class NativeExit(NativeDrafter):
+    """Draft tokens of the first `layers` layers of the target, which exits after them; over the target's own cache."""
+
+    def __init__(self, model: Any, pace: Pace, limit: Limit, counts: Counts, layers: int):
+        super().__init__(model, pace, limit, counts)
+        self._layers = layers
+
+    def prompt(self, ids: Tensor, mask: Tensor | None, target: NativeRow) -> None:
+        """As of NativeDrafter."""
+        self.text += ids[0].tolist()
+        self._target, self._row = target, target.first(self._layers)
+
+    def missing(self) -> list[int]:
+        """As of NativeDrafter: the target has cached all others."""
+        self._cached = self._target.length
+        return self.text[-1:]
+
+    def rolled_back(self, slot: int, drafted: int, accepted: int) -> None:
+        """As of PacedDrafter: the target writes over what was rejected."""
+
+
 class DraftedSteps:
     """Steps for the loop, of which some check draft tokens. end: the most tokens of the sequence."""
 
     def __init__(self, model: Any, runtime: NativeRuntime, drafter: NativeDrafter, end: int):
-        self._steps, self._drafter, self._end = NativeSteps(model, runtime), drafter, end
+        self._steps, self._drafter = NativeSteps(model, runtime), drafter
+        drafter.end = end
         self._model, self._runtime = model, runtime
         self._row: NativeRow | None = None
         self._due: list[int] = []  # draft tokens of the last check that may still be accepted
@@ -146,7 +172,7 @@ class DraftedSteps:
         logits = self._steps.prompt(ids, config, kwargs)
         start = 0 if mask is None else int(mask.shape[1] - mask.sum())
         self._row = NativeRow(self._runtime, self._model, self._steps.kwargs[CACHE], start, -start)
-        self._drafter.prompt(ids, mask)
+        self._drafter.prompt(ids, mask, self._row)
         return logits
 
     def next(self, ids: Tensor, tokens: Tensor) -> Tensor:
@@ -159,12 +185,10 @@ class DraftedSteps:
             return self._of(place)
         if self._drafted:
             drafter.learn(self._drafted - len(self._due))
-        wanted = self._row is not None and len(drafter) + 1 < self._end
-        self._due = (drafter.draft() or []) if wanted else []
+        self._due = [] if self._row is None else drafter.draft() or []
         self._drafted = len(self._due)
         if self._row is not None:
-            slot = self._row.contents.length if self._row.contents is not None else self.kwargs[CACHE].get_seq_length()
-            self._logits = self._row.logits([token, *self._due], slot)
+            self._logits = self._row.logits([token, *self._due], self._row.length)
             if self._logits is not None:
                 return self._of(0)
             self._row, self._due, self._drafted = None, [], 0  # the modules go on
@@ -178,7 +202,8 @@ class DraftedSteps:
 
     def _of(self, place: int) -> Tensor:
         """Logits [1, V] after a token of the last check, which the cache has from here on."""
-        assert self._row is not None and self._logits is not None
+        assert self._row is not None
+        assert self._logits is not None
         self._row.grow()
         self._steps.behind += 1
         return self._logits[place : place + 1].clone()
@@ -189,8 +214,6 @@ def native_why_not(
 ) -> str | None:
     """Why transformers' own loop must run; None where `native_assisted` can."""
     ids, _, criteria, config = given
-    if assistant is None:
-        return "assistant_early_exit on a CPU"
     reading = runtime.reading(model)
     if reading.model is None or reading.model.unfused:
         return str(reading.unfit or "modules in the native step")
@@ -205,16 +228,22 @@ def native_why_not(
         last = (ids.shape[1] if mask is None else int(mask.sum())) - 1
         if positions.dim() != 2 or int(positions[0, -1]) != last:
             return "positions that do not count the tokens"
-    if assistant.device.type != "cpu" or assistant._forward_hooks or assistant._forward_pre_hooks:
-        return "the assistant lies elsewhere, or has a hook"
-    limit = assistant.config.get_text_config(decoder=True)
-    if getattr(limit, "sliding_window", None) and vars(assistant).get("_accelpatch_runtime") is None:
-        return "an assistant with a sliding window that is not patched"
+    if assistant is not None and (reason := _assistant_why_not(assistant)):
+        return reason
     if not isinstance(kwargs[CACHE], DynamicCache) or any(
         getattr(one, "record_past", 0) for one in kwargs[CACHE].layers
     ):
         return f"the cache is a {type(kwargs[CACHE]).__name__}"
     return None if criteria.max_length else "no maximum length"
+
+
+def _assistant_why_not(assistant: Any) -> str | None:
+    if assistant.device.type != "cpu" or assistant._forward_hooks or assistant._forward_pre_hooks:
+        return "the assistant lies elsewhere, or has a hook"
+    settings = assistant.config.get_text_config(decoder=True)
+    if getattr(settings, "sliding_window", None) and vars(assistant).get("_accelpatch_runtime") is None:
+        return "an assistant with a sliding window that is not patched"
+    return None
 
 
 @torch.no_grad()
@@ -223,10 +252,13 @@ def native_assisted(
 ) -> Any:
     """The result of generate() with drafts of `assistant`. given: as of captured_loop."""
     ids, processors, criteria, config = given
-    limit = Limit(assistant.generation_config, DRAFTS)
-    pace = runtime.paces.setdefault(assistant, Pace())
+    source = model if config.assistant_early_exit is not None else assistant
+    limit = Limit(source.generation_config, DRAFTS)
+    pace = runtime.paces.setdefault(source, Pace())
     counts = Counts(pace)
-    drafter = NativeDrafter(assistant, pace, limit, counts)
+    drafter = NativeDrafter(source, pace, limit, counts)
+    if (layers := config.assistant_early_exit) is not None:
+        drafter = NativeExit(source, pace, limit, counts, layers)
     steps = DraftedSteps(model, runtime, drafter, criteria.max_length)
     try:
         with one_thread():

@@ -107,6 +107,18 @@ def test_processors_criteria_and_a_cache_that_goes_on(monkeypatch: pytest.Monkey
     assert paths(model)[ACCEPTED] > 20
 
 
+def test_an_early_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = target("qwen3")
+    model.generation_config.assistant_confidence_threshold = 0.0
+    for numbers in (None, mixed()):
+        paced(monkeypatch, numbers)
+        for options in ({}, {"repetition_penalty": 1.2}):
+            due = generate(model, row(), **options)
+            assert_same(generate(model, row(), assistant_early_exit=1, **options), due)
+    assert paths(model)[ACCEPTED] > 0
+    assert not [path for path in paths(model) if path.startswith(NONE)]
+
+
 def test_left_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     paced(monkeypatch)
     model, draft = target("mistral"), assistant("mistral")
