@@ -54,8 +54,8 @@ def bench(
     network, shape = _network(model, dtype, device, random_weights), Shape(batch, prompt_tokens, new_tokens)
     prompts.check_fits(network, shape.prompt, shape.new)  # of a model of the hub, whose configuration was not here
     setting = Setting.of(network, model, "random" if random_weights else "checkpoint", shape, repeats, seconds)
-    assistant = partial(drafts.opened, draft, network, recipe=recipe, dtype=dtype, device=device, verify=verify)
-    patch = partial(options.patch, recipe=recipe, verify=verify)
+    given: Any = {"recipe": recipe, "verify": verify}
+    assistant, patch = partial(drafts.opened, draft, network, dtype, device, given), partial(options.patch, **given)
     _show(_measure(network, setting, patch, assistant, json), plot, json)
 
 

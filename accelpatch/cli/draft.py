@@ -34,14 +34,18 @@ def check(name: str | None, without: Mapping[str, Any]) -> None:
     options.check_name(name)
 
 
-def opened(name: str | None, network: Any, *, recipe: str | None, dtype: str, device: str, verify: str = "auto") -> Any:
-    """The draft model for `network`, patched; None for no name. Raises AccelpatchError for another vocabulary."""
+def opened(name: str | None, network: Any, dtype: str, device: str, patch: Mapping[str, Any]) -> Any:
+    """The draft model for `network`, patched; None for no name. Raises AccelpatchError for another vocabulary.
+
+    patch: the recipe and the verification, as `options.open_patched` takes them.
+    """
     if name is None:
         return None
     from accelpatch import api
 
-    recipe = None if api.is_patched(name) else recipe
-    found = options.open_patched(name, recipe=recipe, dtype=dtype, device=device, statistics=None, verify=verify).model
+    recipe = None if api.is_patched(name) else patch["recipe"]
+    given: Any = {"recipe": recipe, "verify": patch["verify"], "statistics": None}
+    found = options.open_patched(name, dtype=dtype, device=device, **given).model
     check_vocabulary(name, found, network)
     return found
 
@@ -58,12 +62,17 @@ def check_vocabulary(name: str, found: Any, network: Any) -> None:
 
 def facts(report: Report) -> list[tuple[str, str]]:
     """The summary's row about drafts, where some were checked, or could not be."""
-    from accelpatch.runtime.generation.drafter import ACCEPTED, CHECKS, DRAFTED, NONE
+    from accelpatch.report import DRAFT_CHECKS, DRAFTED, DRAFTS_ACCEPTED, NO_DRAFTS
 
     paths = report.paths
-    reasons = [path.removeprefix(NONE) for path in paths if path.startswith(NONE)]
+    reasons = [path.removeprefix(NO_DRAFTS) for path in paths if path.startswith(NO_DRAFTS)]
     if reasons:
         return [("drafts", f"by transformers' own loop: {reasons[0]}")]
-    if not paths.get(CHECKS):
+    if not paths.get(DRAFT_CHECKS):
         return []
-    return [("drafts", f"{paths[ACCEPTED]} of {paths[DRAFTED]} draft tokens accepted, in {paths[CHECKS]} checks")]
+    return [
+        (
+            "drafts",
+            f"{paths[DRAFTS_ACCEPTED]} of {paths[DRAFTED]} draft tokens accepted, in {paths[DRAFT_CHECKS]} checks",
+        )
+    ]

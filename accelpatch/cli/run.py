@@ -69,20 +69,18 @@ def run(
 
     A model with a chat template is chatted with; --raw gives it the prompt as it is.
     """
-    sampling = generation.sampling(max_new_tokens, temperature, top_p, top_k, seed, stop or ())
+    chosen = generation.sampling(max_new_tokens, temperature, top_p, top_k, seed, stop or ())
     text = _text(prompt, system, raw, chat)
-    options.check_generation(model, recipe, max_new_tokens, original=compare or tp > 1, adapters=adapter)
-    drafts.check(draft, {"--tp": tp > 1, "--adapter": adapter})
-    ranks.start(tp, text if prompt == "-" else None, {"--compare": compare, "--adapter": adapter})
+    options.check_generation(model, recipe, max_new_tokens, original=compare or tp > 1, adapters=adapter, draft=draft)
+    ranks.start(tp, text if prompt == "-" else None, {"--compare": compare, "--adapter": adapter, "--draft": draft})
     options.prepare(recipe or options.DEFAULT_RECIPE, plugin)
     given: Any = {"recipe": recipe, "statistics": statistics, "verify": verify}
     loaded = _opened(model, dtype, device, adapter, None if compare else given | ranks.argument(tp))
     ids = _encode(loaded, text, system, raw, chat, max_new_tokens)
-    assistant = drafts.opened(draft, loaded.model, recipe=recipe, dtype=dtype, device=device, verify=verify)
-    sampling = replace(sampling, draft=assistant)
-    respond = partial(_respond, ids=ids, sampling=sampling, compare=compare, raw=raw, json=json)
-    before = _before(loaded, respond, given) if compare else None
-    _print(model, text, loaded.model, before, _with_each(loaded, adapter, respond), json)
+    chosen = replace(chosen, draft=drafts.opened(draft, loaded.model, dtype, device, given))
+    respond = partial(_respond, ids=ids, sampling=chosen, compare=compare, raw=raw, json=json)
+    answers = (_before(loaded, respond, given) if compare else None, _with_each(loaded, adapter, respond))
+    _print(model, text, loaded.model, *answers, json)
 
 
 def _before(loaded: Any, respond: Callable[..., Outcome], patch: dict[str, Any]) -> Outcome:

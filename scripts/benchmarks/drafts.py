@@ -25,8 +25,10 @@ import torch
 from torch import Tensor
 
 import accelpatch
+from accelpatch.report import DRAFT_CHECKS as CHECKS
+from accelpatch.report import DRAFTED
+from accelpatch.report import DRAFTS_ACCEPTED as ACCEPTED
 from accelpatch.runtime.generation.draft_model_run import DraftRun
-from accelpatch.runtime.generation.drafter import ACCEPTED, CHECKS, DRAFTED
 from accelpatch.runtime.generation.native_drafts import NativeDrafter
 from scripts.benchmarks.engines import STOCK, Engine, answers, freed, plain, random_model
 from scripts.benchmarks.harness import TINY, Option, Table, cases, common

@@ -14,13 +14,14 @@ import torch
 
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.kernels.triton.launch import on_device
+from accelpatch.report import NO_DRAFTS
 from accelpatch.runtime.code_watch import CodeWatch
 from accelpatch.runtime.cpu.native_step import NativeRuntime
 from accelpatch.runtime.generation.captured_run import CapturedRun
 from accelpatch.runtime.generation.decoding import loop
 from accelpatch.runtime.generation.draft_model_run import AssistantRun, DraftRun, ExitRun, why_not_assistant
 from accelpatch.runtime.generation.drafted_loop import DeviceLoop, Drafted
-from accelpatch.runtime.generation.drafter import NONE, Limit, Pace, threshold_of
+from accelpatch.runtime.generation.drafter import Limit, Pace, threshold_of
 from accelpatch.runtime.generation.hosted_drafts import ModelLookup
 from accelpatch.runtime.generation.native_drafts import native_assisted, native_why_not
 from accelpatch.runtime.graphs.batch import DRAFTS, TOKENS
@@ -98,7 +99,7 @@ def assisted(
             reason = call.why_not(synced_gpus, held)
             if reason is None:
                 return call.run()
-    runtime.paths[f"{NONE}{reason}"] += 1
+    runtime.paths[f"{NO_DRAFTS}{reason}"] += 1
     return stock(*given, synced_gpus, streamer, assistant_model=assistant, **extra, **kwargs)
 
 

@@ -1,7 +1,7 @@
 """What proposes draft tokens for a row of generate(), and how many are worth while.
 
-A Drafter proposes some tokens that may follow the text; the target model checks them in one step of several tokens, and
-the drafter is told how many were accepted, and what the text became: what it has of the others is rolled back.
+A Drafter proposes some tokens that may follow the text, and the target model checks them in one step of several tokens.
+The drafter then learns how many were accepted, and what the text became; what it has of the others is rolled back.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import time
 from collections import Counter, deque
 from typing import Any, Protocol
 
-DRAFTED = "draft tokens of a model"  # in the report, with their number
-ACCEPTED = "draft tokens of a model, accepted"
-CHECKS = "steps that checked drafts of a model"
-NONE = "no drafts of a model by captured steps: "  # and the reason
+from accelpatch.report import DRAFT_CHECKS, DRAFTED, DRAFTS_ACCEPTED
+
 SAVED = "milliseconds that drafts of a model saved"
 
 NUMBERS = (1, 3, 5, 7)  # of draft tokens that are tried
@@ -186,9 +184,9 @@ class Counts:
         """Count them in a report's paths."""
         if not self.checks:
             return
-        paths[CHECKS] += self.checks
+        paths[DRAFT_CHECKS] += self.checks
         paths[DRAFTED] += self.drafted
-        paths[ACCEPTED] += self.accepted
+        paths[DRAFTS_ACCEPTED] += self.accepted
         if (plain := self._pace.plain) is not None:
             paths[SAVED] += round(1000 * ((self.checks + self.accepted) * plain - self._seconds))
 

@@ -11,8 +11,11 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from accelpatch.fusion.fused_model import FUSED
+from accelpatch.report import DRAFT_CHECKS as CHECKS
+from accelpatch.report import DRAFTED
+from accelpatch.report import DRAFTS_ACCEPTED as ACCEPTED
+from accelpatch.report import NO_DRAFTS as NONE
 from accelpatch.runtime.generation import drafter
-from accelpatch.runtime.generation.drafter import ACCEPTED, CHECKS, DRAFTED
 from accelpatch.runtime.graphs import kv_cache
 from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.assisting import assistant, mixed, paced, target
@@ -183,9 +186,9 @@ def test_an_early_exit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 due = generate(model, ids, **options)
                 assert_same(generate(model, ids, assistant_early_exit=1, **options), due)
     assert paths(model)[ACCEPTED] > 5
-    assert not [path for path in paths(model) if path.startswith(drafter.NONE)]
+    assert not [path for path in paths(model) if path.startswith(NONE)]
     generate(model, row(), assistant_early_exit=3)
-    assert [path for path in paths(model) if path.startswith(drafter.NONE)]
+    assert [path for path in paths(model) if path.startswith(NONE)]
 
 
 def test_drafting_stops_at_an_unlikely_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +217,7 @@ def test_what_captured_steps_cannot_do() -> None:
     for given in ({"assistant_model": draft}, {"assistant_model": model}):
         assert torch.equal(generate(model, row(), **given).sequences, due.sequences)
     handle.remove()
-    reasons = [path for path in paths(model) if path.startswith(drafter.NONE)]
+    reasons = [path for path in paths(model) if path.startswith(NONE)]
     assert len(reasons) == 2, reasons
     assert DRAFTED not in paths(model)
 

@@ -11,8 +11,11 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 import accelpatch
 from accelpatch.device import probe
 from accelpatch.kernels.compiling import libraries
+from accelpatch.report import DRAFT_CHECKS as CHECKS
+from accelpatch.report import DRAFTED
+from accelpatch.report import DRAFTS_ACCEPTED as ACCEPTED
+from accelpatch.report import NO_DRAFTS as NONE
 from accelpatch.runtime.cpu.native_step import NATIVE
-from accelpatch.runtime.generation.drafter import ACCEPTED, CHECKS, DRAFTED, NONE
 from tests.support.assisting import assistant, mixed, paced
 from tests.support.drafting import assert_same, generate, repeating, row
 from tests.support.spread import spread
