@@ -79,8 +79,15 @@ def run(
     ids = _encode(loaded, text, system, raw, chat, max_new_tokens)
     chosen = replace(chosen, draft=drafts.opened(draft, loaded.model, dtype, device, given))
     respond = partial(_respond, ids=ids, sampling=chosen, compare=compare, raw=raw, json=json)
-    answers = (_before(loaded, respond, given) if compare else None, _with_each(loaded, adapter, respond))
-    _print(model, text, loaded.model, *answers, json)
+    _print(model, text, loaded.model, *_answers(loaded, adapter, respond, given if compare else None), json)
+
+
+def _answers(
+    loaded: Any, folders: list[Path] | None, respond: Callable[..., Outcome], patch: dict[str, Any] | None
+) -> tuple[Outcome | None, dict[str, Outcome]]:
+    """The answer of the original, where that is still to be patched, and those of the patched model."""
+    before = None if patch is None else _before(loaded, respond, patch)
+    return before, _with_each(loaded, folders, respond)
 
 
 def _before(loaded: Any, respond: Callable[..., Outcome], patch: dict[str, Any]) -> Outcome:

@@ -151,8 +151,8 @@ inline void attention_stage(const Worker& t, const ap_layer& layer) {
         WorkCursor writes = {t.batch * heads};
         for (int64_t item; (item = pool_next(t.pool, t.self, &writes)) >= 0;) {
             const int64_t m = item / heads, head = item % heads;
-            write_cache(t, layer, m, head, cached(t, layer, layer.keys, m, head),
-                cached(t, layer, layer.values, m, head));
+            write_cache(
+                t, layer, m, head, cached(t, layer, layer.keys, m, head), cached(t, layer, layer.values, m, head));
         }
         pool_wait(t.pool, t.self);
     }
