@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import AutoTokenizer, LogitsProcessorList, StoppingCriteriaList
 
+import accelpatch
 from accelpatch.fusion.fused_model import FUSED
 from accelpatch.report import DRAFT_CHECKS as CHECKS
 from accelpatch.report import DRAFTED
@@ -22,6 +23,7 @@ from tests.support.assisting import assistant, mixed, paced, target
 from tests.support.drafting import RULES, as_on_a_gpu, assert_same, generate, paths, row, stock
 from tests.support.spread import spread
 from tests.support.streaming import AtLength, Calling, Every
+from tests.support.tiny import CAUSAL
 
 GREEDY: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -208,6 +210,47 @@ def test_the_schedule_is_an_upper_bound(monkeypatch: pytest.MonkeyPatch) -> None
     model, draft = target(), assistant(number=1, num_assistant_tokens_schedule="heuristic")
     generate(model, row(), assistant_model=draft)
     assert draft.generation_config.num_assistant_tokens > 5
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "cohere2", "gpt2", "opt", "granite"])
+def test_other_families(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    paced(monkeypatch, mixed())
+    model = accelpatch.patch(CAUSAL[name].make(), "exact", verify=False)
+    draft = CAUSAL[name].make()
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    due = generate(model, row())
+    # tokens alone: on a CPU torch's own products stand for those of some of these layers
+    assert torch.equal(generate(model, row(), assistant_model=draft).sequences, due.sequences)
+    assert paths(model)[ACCEPTED] > 10, paths(model)
+
+
+def test_an_assistant_whose_window_is_shorter_than_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    paced(monkeypatch)
+    model, draft = target("llama"), assistant("mistral")  # it sees 5 tokens
+    for ids in (row(30, 4), row(2)):
+        assert_same(generate(model, ids, assistant_model=draft), generate(model, ids))
+    assert paths(model)[DRAFTED] > 10
+
+
+def test_an_assistant_of_another_vocabulary() -> None:
+    model, draft = target(), CAUSAL["llama"].make(vocab_size=150)
+    with pytest.raises(ValueError, match="different tokenizers"):
+        generate(model, row(), assistant_model=draft)
+
+
+def test_stop_strings(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    paced(monkeypatch)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model, draft = target(), assistant()
+    free = generate(model, row()).sequences
+    words = [tokenizer.decode(token) for token in free[0, 9:]]
+    said = [word for word in dict.fromkeys(words[1:12]) if word.isascii() and word.isprintable()]
+    for word in said[:3]:
+        options = {"stop_strings": [word], "tokenizer": tokenizer}
+        due = generate(model, row(), **options)
+        assert due.sequences.shape[1] < free.shape[1], words
+        assert_same(generate(model, row(), assistant_model=draft, **options), due)
+    assert paths(model)[ACCEPTED] > 0
 
 
 def test_what_captured_steps_cannot_do() -> None:
