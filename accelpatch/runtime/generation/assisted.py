@@ -34,7 +34,7 @@ from accelpatch.runtime.graphs.step import CapturedStep
 
 Stock = Callable[..., Any]
 RUNTIME = "_accelpatch_runtime"  # as in patched_model.py
-ROOM = 4096  # new tokens up to which an early exit drafts
+ROOM = 8192  # new tokens of a call up to which a model drafts: its cache has room for all of them from the start
 NAME = "_assisted_decoding"  # transformers' method
 
 
@@ -152,7 +152,8 @@ class _Call:
         if self._exit is not None:
             self._drafter: DraftRun = ExitRun(self._run, self._exit, drafts, self._sampler, threshold)
             return None
-        own, room = self._runtime_of(self._assistant), self._criteria.max_length + 2 * TOKENS
+        own, most = self._runtime_of(self._assistant), self._criteria.max_length
+        room = min(most, self._ids.shape[1] + ROOM) + 2 * TOKENS
         if not own.lock.acquire(blocking=False):
             return "the assistant is within another call"
         held.callback(own.lock.release)

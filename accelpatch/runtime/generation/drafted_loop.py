@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelpatch.report import NO_DRAFTS
 from accelpatch.runtime.generation.captured_run import CapturedRun
 from accelpatch.runtime.generation.draft_model_run import DraftRun
 from accelpatch.runtime.generation.drafter import Counts, Limit, Pace
@@ -21,7 +22,7 @@ from accelpatch.runtime.graphs.capture import Graph
 from accelpatch.runtime.graphs.drafts import verification
 from accelpatch.runtime.graphs.model_drafts import SIZES, ModelDrafts
 from accelpatch.runtime.graphs.sampler import Reports, Sampler
-from accelpatch.runtime.graphs.step import CAPTURE_ERRORS
+from accelpatch.runtime.graphs.step import CAPTURE_ERRORS, first_line
 
 
 class Drafted:
@@ -63,8 +64,9 @@ class Drafted:
                     held[tokens] = verification(run.step, self.drafts.first(tokens), fused, graph, empty=False)
             except torch.OutOfMemoryError:
                 raise
-            except CAPTURE_ERRORS:
+            except CAPTURE_ERRORS as error:
                 self.limit.off = True
+                run.runtime.paths[f"{NO_DRAFTS}{type(error).__name__}: {first_line(error)}"] += 1
                 return None
         return held[tokens]
 

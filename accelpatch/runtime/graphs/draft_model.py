@@ -75,6 +75,8 @@ class DraftPrograms:
         self._step, self._drafts, self._sampler, self._confident = step, drafts, sampler, confident
         self._places = torch.arange(TOKENS, dtype=torch.int64, device=step.batch.device)
         self.fed = torch.zeros_like(self._places)
+        if sampler.draws:
+            drafts.make_chances()
         own = (step.batch.tokens, step.batch.slot, step.batch.positions)
         state = (*drafts.state, *own)
         kept = [tensor.clone() for tensor in state]

@@ -37,16 +37,14 @@ class ModelDrafts:
         batch.drafts = self.drafts
         self.place, self.due, self.before = (torch.zeros(1, **int64) for _ in range(3))
         self.sure, self.threshold = torch.ones(DRAFTS, **int64), batch.logits.new_zeros(1)
-        self._chances: Tensor | None = None
+        self.chances: Any = None
         self._parts = {TOKENS: self.drafts}
         self._accepting: dict[Any, Graph] = {}
 
-    @property
-    def chances(self) -> Tensor:
-        """The probabilities of which draft tokens are drawn."""
-        if self._chances is None:
-            self._chances = self.batch.logits.new_zeros(DRAFTS, self.batch.logits.shape[1])
-        return self._chances
+    def make_chances(self) -> None:
+        """Make `chances`, before a program that draws is captured."""
+        if self.chances is None:
+            self.chances = self.batch.logits.new_zeros(DRAFTS, self.batch.logits.shape[1])
 
     def first(self, tokens: int) -> Drafts:
         """The first places of `drafts`, over the same memory."""

@@ -221,7 +221,10 @@ def test_other_families(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     due = generate(model, row())
     # tokens alone: on a CPU torch's own products stand for those of some of these layers
     assert torch.equal(generate(model, row(), assistant_model=draft).sequences, due.sequences)
-    assert paths(model)[ACCEPTED] > 10, paths(model)
+    if name == "opt":  # with a projection around its decoder, no layer is fused
+        assert f"{NONE}modules in the captured step" in paths(model)
+    else:
+        assert paths(model)[ACCEPTED] > 10, paths(model)
 
 
 def test_an_assistant_whose_window_is_shorter_than_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,9 +263,14 @@ def test_what_captured_steps_cannot_do() -> None:
     for given in ({"assistant_model": draft}, {"assistant_model": model}):
         assert torch.equal(generate(model, row(), **given).sequences, due.sequences)
     handle.remove()
-    reasons = [path for path in paths(model) if path.startswith(NONE)]
-    assert len(reasons) == 2, reasons
+    with pytest.raises(ValueError, match="num_mtp_layers"):
+        generate(model, row(), use_mtp=True)
+    reasons = {path.removeprefix(NONE) for path in paths(model) if path.startswith(NONE)}
+    assert reasons == {"a hook on the assistant", "the assistant is within another call", "MTP heads"}
     assert DRAFTED not in paths(model)
+    ids = row(12, 3).repeat(1, 4)
+    due = generate(model, ids)
+    assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=3).sequences, due.sequences)
 
 
 def test_an_assistant_that_is_unpatched_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
