@@ -5,7 +5,7 @@
 
 The model has the named shape and random weights; all its layers but the first two add nothing to the residual stream
 (and are read as ever), so that an assistant of those two layers is always right. `right` of its draft tokens are left
-as they are, the others are changed at random, seeded: 1.0 always right, 0.7, 0.0 never right. Assistant and model are
+as they are, the others are changed at random, seeded: 1 always right, 0.7, 0 never right. Assistant and model are
 patched with the same recipe. The first rows are the unpatched model's, alone and with the unpatched assistant, by
 transformers' own loop. Before anything is timed, the tokens of each case are held to those without drafts.
 """
@@ -35,7 +35,7 @@ from scripts.benchmarks.harness import TINY, Option, Table, cases, common
 
 LAYERS = 2  # of the assistant
 SHORT = 16  # tokens of the short answer, which is taken off the long one
-CASES = [1.0, 0.7, 0.0]
+CASES = ["1", "0.7", "0"]
 OPTIONS = (
     *common(model="llama2-7b", device="cuda", dtype="bfloat16", recipes=["exact", "int8", "int4"], repeats=5),
     cases(CASES, "Shares of the draft tokens that are right."),
@@ -107,12 +107,12 @@ def counted(model: Any) -> Counter[str]:
     return Counter({name: paths.get(name, 0) for name in (CHECKS, DRAFTED, ACCEPTED)})
 
 
-def engines_of(name: str, model: Any, assistant: Any, rights: list[float]) -> dict[tuple[str, str], Engine]:
+def engines_of(name: str, model: Any, assistant: Any, rights: list[str]) -> dict[tuple[str, str], Engine]:
     """Without drafts, and with those of an assistant, a copy for each share: what is learnt of one is its own."""
     without = (name, "without")
     found = {without: Engine(name, model, call(model))}
     for right in rights:
-        found[name, f"{right:g} right"] = Engine(name, model, call(model, copy.deepcopy(assistant), right))
+        found[name, f"{right} right"] = Engine(name, model, call(model, copy.deepcopy(assistant), float(right)))
     return found
 
 
@@ -151,7 +151,7 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
         f"{asked.new} new tokens, up to {asked.drafts} drafts, median of {asked.repeats} after 1 to warm up"
     )
     if asked.stock:
-        measured(engines_of(STOCK, base, assistant, [1.0]), ids, asked, printed, held=False)
+        measured(engines_of(STOCK, base, assistant, ["1"]), ids, asked, printed, held=False)
     for recipe in asked.recipes:
         model, draft = copy.deepcopy(base), copy.deepcopy(assistant)
         accelpatch.patch(model, recipe, keep_original="none")
