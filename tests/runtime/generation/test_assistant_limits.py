@@ -1,4 +1,4 @@
-"""Drafts of an assistant: families, bad input, what captured steps cannot do, and the distribution of sampled tokens."""
+"""Drafts of an assistant: families, bad input, what captured steps cannot do, and what sampled tokens are like."""
 
 from __future__ import annotations
 
