@@ -9,6 +9,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 ORIGINAL = "the original"
+# Paths of drafts that a model makes: tokens drafted, those that were accepted, steps that checked some, and the
+# reason after NO_DRAFTS.
+DRAFTED = "draft tokens of a model"
+DRAFTS_ACCEPTED = "draft tokens of a model, accepted"
+DRAFT_CHECKS = "steps that checked drafts of a model"
+NO_DRAFTS = "no drafts of a model by captured steps: "
 
 
 @dataclass

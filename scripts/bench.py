@@ -18,6 +18,7 @@ TOPICS = {
     "generate": "Time stock generate() before and after a patch, beside its peers.",
     "paths": "Time every way to call a model, patched and not.",
     "lookup": "Time prompt lookup beside the same patched model without it.",
+    "drafts": "Time drafts of an assistant model beside the same model without them.",
     "encoder_decoder": "Time encoder-decoders, speech and text, patched and not.",
     "families": "Time every family that is fused, beside Llama.",
     "prompt": "Time the first token of long prompts, with the memory that they take.",

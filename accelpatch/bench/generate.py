@@ -61,20 +61,21 @@ class Figures:
 
 
 def measure_generate(
-    model: nn.Module, shape: Shape, *, repeats: int, seconds: float = math.inf, progress: Progress | None = None
-) -> Figures:
+    model: nn.Module, shape: Shape, *, repeats: int, seconds: float = math.inf, progress: Progress | None = None,
+    draft: nn.Module | None = None,
+) -> Figures:  # fmt: skip
     """Time greedy generate() for 1 and for ``shape.new`` tokens alternately, ``repeats`` times; end tokens are ignored.
 
     The decode time of a repeat is the difference of its two calls, so that prompt and set-up drop out. seconds: no
     repeat but the first begins that would end later than this, warm-up included. progress: called before each call of
     generate() with the number of those that are done, of all that there will be, and the estimate of the seconds that
-    are left (None before anything is known).
+    are left (None before anything is known). draft: a model that drafts tokens for it.
     """
     report, start = progress or (lambda *_: None), time.monotonic()
     device = next(model.parameters()).device
     ids = prompt_ids(model.config.get_text_config(decoder=True).vocab_size, shape).to(device)  # type: ignore[operator, union-attr]
     report(0, 2 * repeats + 2, None)
-    each = _warm_up(model, ids, shape, seconds)
+    each = _warm_up(model, ids, shape, seconds, draft)
     short, difference, planned = list[float](), list[float](), repeats
     while len(short) < planned:
         fitting = int(min(repeats, (seconds - (time.monotonic() - start)) / each))
@@ -83,9 +84,9 @@ def measure_generate(
             break
         report(2 * len(short) + 2, 2 * planned + 2, (planned - len(short)) * each)
         begin = time.monotonic()
-        short.append(once(lambda: generate(model, ids, 1), device))
+        short.append(once(lambda: generate(model, ids, 1, draft), device))
         report(2 * len(short) + 1, 2 * planned + 2, None)
-        difference.append(once(lambda: generate(model, ids, shape.new), device) - short[-1])
+        difference.append(once(lambda: generate(model, ids, shape.new, draft), device) - short[-1])
         each = time.monotonic() - begin
     report(2 * planned + 2, 2 * planned + 2, 0.0)
     if min(difference) <= 0.0:
@@ -96,19 +97,19 @@ def measure_generate(
     return Figures(shape, timing(short), timing(difference))
 
 
-def _warm_up(model: nn.Module, ids: Tensor, shape: Shape, seconds: float) -> float:
+def _warm_up(model: nn.Module, ids: Tensor, shape: Shape, seconds: float, draft: nn.Module | None) -> float:
     """Run each kernel, and where a tenth of the time is enough for it, all that is timed; returns the estimate of the
     seconds of a repeat."""
     times = [time.monotonic()]
     some = min(FEW, shape.new)
     for tokens in (1, some):
-        generate(model, ids, tokens)
+        generate(model, ids, tokens, draft)
         times.append(time.monotonic())
     prompt, few = times[1] - times[0], times[2] - times[1]
     each = 2 * min(prompt, few) + (shape.new - 1) * max(0.0, few - prompt) / (some - 1)
     if shape.new <= FEW or each > seconds / 10:
         return each
-    generate(model, ids, shape.new)
+    generate(model, ids, shape.new, draft)
     return min(prompt, few) + time.monotonic() - times[-1]
 
 
@@ -127,9 +128,13 @@ def prompt_ids(vocabulary: int, shape: Shape) -> Tensor:
     return torch.randint(vocabulary, (shape.batch, shape.prompt), generator=generator)
 
 
-def generate(model: nn.Module, ids: Tensor, new_tokens: int) -> Tensor:
-    """Generate exactly ``new_tokens`` greedy tokens after ``ids``; end-of-sequence tokens do not stop it."""
-    options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "num_beams": 1}
+def generate(model: nn.Module, ids: Tensor, new_tokens: int, draft: nn.Module | None = None) -> Tensor:
+    """Generate exactly ``new_tokens`` greedy tokens after ``ids``; end-of-sequence tokens do not stop it.
+
+    draft: a model that drafts them.
+    """
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
+    options |= {"num_beams": 1} | ({} if draft is None else {"assistant_model": draft})
     with torch.inference_mode():
         output: Tensor = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)  # type: ignore[operator]
     if output.shape[1] != ids.shape[1] + new_tokens:

@@ -18,6 +18,8 @@ from accelpatch.bench.read_limit import ReadLimit
 from accelpatch.device import Device, probe
 from accelpatch.report import Report, human, table
 
+DRAFTED = "patched, with drafts"
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -42,11 +44,13 @@ class Setting:
 
 
 def document(
-    setting: Setting, report: Report, limit: ReadLimit, original: Figures, patched: Figures, cached_bytes: int
-) -> dict[str, Any]:
+    setting: Setting, report: Report, limit: ReadLimit, original: Figures, patched: Figures, cached_bytes: int,
+    drafted: Figures | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """The record as plain data for JSON: setting, verification, read limit, and both models' figures.
 
-    cached_bytes: bytes of KV cache per token and sequence; a step reads those of all earlier tokens.
+    cached_bytes: bytes of KV cache per token and sequence; a step reads those of all earlier tokens. drafted: those of
+    the patched model with drafts of another one.
     """
     shape = setting.shape
     cache = shape.batch * cached_bytes * (shape.prompt + shape.new // 2)
@@ -71,6 +75,7 @@ def document(
         "cache_bytes": cache,
         "original": _side(original, before, cache, limit),
         "patched": _side(patched, after, cache, limit),
+        **({} if drafted is None else {DRAFTED: _side(drafted, after, cache, limit)}),
         "notes": list(report.notes),
     }  # fmt: skip
 
@@ -98,7 +103,7 @@ def text(record: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     threads = f", {device['threads']} threads" if device["kind"] == "cpu" else ""
     rows = [("", "bytes a token", "decode tokens/s", "of the read limit", "prefill tokens/s")]
-    for name in ("original", "patched"):
+    for name in ("original", "patched", *([DRAFTED] if DRAFTED in record else ())):
         side = record[name]
         rows.append((
             name, human(side["token_bytes"]), _spread(side["decode"]["tokens_per_second"]),
@@ -123,6 +128,9 @@ def text(record: dict[str, Any]) -> str:
         for stage in ("decode", "prefill")
     }
     lines += ["", f"patched against original: decode {speedup['decode']:.2f} x, prefill {speedup['prefill']:.2f} x"]
+    if DRAFTED in record:
+        with_drafts, without = (record[name]["decode"]["tokens_per_second"]["median"] for name in (DRAFTED, "patched"))
+        lines.append(f"with drafts against patched: decode {with_drafts / without:.2f} x")
     return "\n".join(lines + record["notes"])
 
 

@@ -13,6 +13,7 @@ import typer
 from accelpatch.errors import AccelpatchError
 
 from . import console, options
+from . import draft as drafts
 from . import prompt as prompts
 from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, RecipeOption
 
@@ -33,6 +34,7 @@ def bench(
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Build the model with random weights; load no checkpoint.")
     ] = False,
+    draft: drafts.DraftOption = None,
     verify: options.VerifyOption = "auto",
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
@@ -43,6 +45,7 @@ def bench(
     json: JsonOption = False,
 ) -> None:
     """Measure prefill and decode speed of MODEL before and after patching. The patched model is verified first."""
+    drafts.check(draft, {"--batch": batch > 1, "--plot": plot, "--random-weights": random_weights})
     _check(model, plot, prompt_tokens + new_tokens, random_weights)
     options.prepare(recipe, plugin)
     from accelpatch.bench.generate import Shape
@@ -51,7 +54,9 @@ def bench(
     network, shape = _network(model, dtype, device, random_weights), Shape(batch, prompt_tokens, new_tokens)
     prompts.check_fits(network, shape.prompt, shape.new)  # of a model of the hub, whose configuration was not here
     setting = Setting.of(network, model, "random" if random_weights else "checkpoint", shape, repeats, seconds)
-    _show(_measure(network, setting, partial(options.patch, recipe=recipe, verify=verify), json), plot, json)
+    given: Any = {"recipe": recipe, "verify": verify}
+    assistant, patch = partial(drafts.opened, draft, network, dtype, device, given), partial(options.patch, **given)
+    _show(_measure(network, setting, patch, assistant, json), plot, json)
 
 
 def _show(record: dict[str, Any], plot: Path | None, json: bool) -> None:
@@ -92,8 +97,11 @@ def _network(name: str, dtype: str, device: str, random_weights: bool) -> Any:
     return options.open_model(name, dtype, device).model
 
 
-def _measure(network: Any, setting: Setting, patch: Callable[[Any], None], json: bool) -> dict[str, Any]:
-    """Measure the original, the read limit and, after a verified patch, the patched model; returns the record."""
+def _measure(
+    network: Any, setting: Setting, patch: Callable[[Any], None], assistant: Callable[[], Any], json: bool
+) -> dict[str, Any]:
+    """Measure the original, the read limit and, after a verified patch, the patched model, without drafts and with
+    those of `assistant()`, where it is one; returns the record."""
     from accelpatch.bench import record
     from accelpatch.bench.generate import cached_bytes, measure_generate
     from accelpatch.bench.read_limit import read_limit
@@ -110,7 +118,11 @@ def _measure(network: Any, setting: Setting, patch: Callable[[Any], None], json:
         console.print_facts(verification_facts(report))
     with measuring("the patched model") as shown:
         patched = measure_generate(network, setting.shape, **limits, progress=shown)
-    return record.document(setting, report, limit, original, patched, cached)
+    if (drafting := assistant()) is None:
+        return record.document(setting, report, limit, original, patched, cached)
+    with measuring("the patched model with drafts") as shown:
+        drafted = measure_generate(network, setting.shape, **limits, progress=shown, draft=drafting)
+    return record.document(setting, report, limit, original, patched, cached, drafted)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ MOST_SECONDS = 30.0  # of a measurement
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen. temperature 0: greedily. top_p, top_k: None for the model's own. stops: texts before which
-    an answer ends."""
+    an answer ends. draft: the model that drafts tokens, or None."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -32,14 +32,20 @@ class Sampling:
     top_k: int | None = None
     seed: int = 0
     stops: tuple[str, ...] = ()
+    draft: Any = None
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of ``generate()``."""
+        drafting = {} if self.draft is None else {"assistant_model": self.draft}
         if self.temperature == 0:
-            return GREEDY | {"max_new_tokens": self.max_new_tokens}
+            return GREEDY | {"max_new_tokens": self.max_new_tokens} | drafting
         given = {"top_p": self.top_p, "top_k": self.top_k}
         chosen = {name: value for name, value in given.items() if value is not None}
-        return {"do_sample": True, "temperature": self.temperature, "max_new_tokens": self.max_new_tokens} | chosen
+        return (
+            {"do_sample": True, "temperature": self.temperature, "max_new_tokens": self.max_new_tokens}
+            | chosen
+            | drafting
+        )
 
 
 GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}

@@ -162,13 +162,17 @@ def is_main_process() -> bool:
 
 
 def check_generation(
-    name: str, recipe: str | None, new_tokens: int, *, original: bool = False, adapters: list[Path] | None = None
-) -> None:
+    name: str, recipe: str | None, new_tokens: int, *, original: bool = False, adapters: list[Path] | None = None,
+    draft: str | None = None,
+) -> None:  # fmt: skip
     """Raise AccelpatchError for a model, a recipe or a length that cannot be, as far as is known without torch.
 
     recipe: None for the default one. original: whether the float checkpoint is needed. adapters: folders of them.
+    draft: a model that drafts tokens.
     """
     check_adapters(adapters)
+    if draft is not None and adapters:
+        raise typer.BadParameter("goes without --adapter", param_hint="--draft")
     from accelpatch.models import precheck
     from accelpatch.recipe import recipe as recipes
 
@@ -183,6 +187,8 @@ def check_generation(
             f"{limit - 1} or less"
         )
     precheck.check_fetched(source)
+    if draft is not None:
+        check_name(draft)
 
 
 def prepare(recipe: str, plugins: list[Path] | None) -> None:

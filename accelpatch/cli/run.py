@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import console, generation, options, ranks
+from . import draft as drafts
 from . import prompt as prompts
 from .generation import Answer, Rate, Sampling
 from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, StatisticsOption
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from accelpatch.report import Report
 
+ORIGINAL = "original"
 NO_ADAPTER = ""  # no folder has this name
 DEFAULT_PROMPT = "What is the capital of France?"
 
@@ -47,6 +49,7 @@ def run(
     raw: Annotated[bool, typer.Option("--raw", help="Give the model the prompt without its chat template.")] = False,
     chat: Annotated[bool, typer.Option("--chat", hidden=True, help="Fail without a chat template.")] = False,
     adapter: options.AdapterOption = None,
+    draft: drafts.DraftOption = None,
     statistics: StatisticsOption = None,
     max_new_tokens: options.MaxNewTokensOption = 128,
     temperature: options.TemperatureOption = 0.0,
@@ -66,22 +69,30 @@ def run(
 
     A model with a chat template is chatted with; --raw gives it the prompt as it is.
     """
-    sampling = generation.sampling(max_new_tokens, temperature, top_p, top_k, seed, stop or ())
+    chosen = generation.sampling(max_new_tokens, temperature, top_p, top_k, seed, stop or ())
     text = _text(prompt, system, raw, chat)
-    options.check_generation(model, recipe, max_new_tokens, original=compare or tp > 1, adapters=adapter)
-    ranks.start(tp, text if prompt == "-" else None, {"--compare": compare, "--adapter": adapter})
+    options.check_generation(model, recipe, max_new_tokens, original=compare or tp > 1, adapters=adapter, draft=draft)
+    ranks.start(tp, text if prompt == "-" else None, {"--compare": compare, "--adapter": adapter, "--draft": draft})
     options.prepare(recipe or options.DEFAULT_RECIPE, plugin)
     given: Any = {"recipe": recipe, "statistics": statistics, "verify": verify}
     loaded = _opened(model, dtype, device, adapter, None if compare else given | ranks.argument(tp))
     ids = _encode(loaded, text, system, raw, chat, max_new_tokens)
-    respond = partial(_respond, ids=ids, sampling=sampling, compare=compare, raw=raw, json=json)
-    before = _before(loaded, respond, given) if compare else None
-    _print(model, text, loaded.model, before, _with_each(loaded, adapter, respond), json)
+    chosen = replace(chosen, draft=drafts.opened(draft, loaded.model, dtype, device, given))
+    respond = partial(_respond, ids=ids, sampling=chosen, compare=compare, raw=raw, json=json)
+    _print(model, text, loaded.model, *_answers(loaded, adapter, respond, given if compare else None), json)
+
+
+def _answers(
+    loaded: Any, folders: list[Path] | None, respond: Callable[..., Outcome], patch: dict[str, Any] | None
+) -> tuple[Outcome | None, dict[str, Outcome]]:
+    """The answer of the original, where that is still to be patched, and those of the patched model."""
+    before = None if patch is None else _before(loaded, respond, patch)
+    return before, _with_each(loaded, folders, respond)
 
 
 def _before(loaded: Any, respond: Callable[..., Outcome], patch: dict[str, Any]) -> Outcome:
     """The answer of the original, which is then patched."""
-    answered = respond(loaded, name="original")
+    answered = respond(loaded, name=ORIGINAL)
     options.patch(loaded.model, **patch)
     return answered
 
@@ -143,6 +154,7 @@ def _respond(
     if (headed or compare) and not json:
         print(f"--- {name}")
     torch.manual_seed(sampling.seed)
+    sampling = replace(sampling, draft=None) if name == ORIGINAL else sampling
     answer = generation.answer(loaded, ids, sampling, (lambda piece: None) if json else generation.write_stdout)
     if not json:
         print("\n", flush=True)
@@ -180,7 +192,7 @@ def _facts(model: str, report: Report, before: Outcome | None, after: Outcome) -
     for name, one in {"original": before, "answer": after}.items():
         if one is not None and one.empty is not None:
             facts.append((name, f"the answer is empty: {one.empty}"))
-    return facts + verification_facts(report) + [("note", text) for text in report.notes]
+    return facts + drafts.facts(report) + verification_facts(report) + [("note", text) for text in report.notes]
 
 
 def _rates(before: Outcome | None, after: Outcome) -> str:

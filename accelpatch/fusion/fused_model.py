@@ -94,6 +94,10 @@ class FusedModel:
         layers = tuple(None if place in failed else layer for place, layer in enumerate(self.layers))
         return replace(self, layers=layers, unfused={**self.unfused, **failed})
 
+    def first(self, count: int) -> FusedModel:
+        """The first layers of this model, with its last norm and head: what an early exit computes."""
+        return replace(self, layers=self.layers[:count])
+
     def exceptions_with(self, watched: Collection[int]) -> str:
         """For a report: the layers that run as modules, in this call those with hooks, `watched`, too, and why."""
         reasons = {**dict.fromkeys(watched, "a hook inside"), **self.unfused}

@@ -58,9 +58,13 @@ class NativeModel:
         layers = [None if place in failed else layer for place, layer in enumerate(self.layers)]
         return replace(self, layers=layers, unfused={**self.unfused, **failed})
 
-    def step(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> DecodeStep:
-        """A step over keys, values, of each layer [B, Hkv, length, D]."""
-        return DecodeStep(self.shape, self.layers, self.embedding, self.head, self.final_norm, keys, values)
+    def first(self, count: int) -> NativeModel:
+        """The first layers of this model, with its last norm and head: what an early exit computes."""
+        return replace(self, layers=self.layers[:count], cached=self.cached[:count])
+
+    def step(self, keys: Sequence[Tensor], values: Sequence[Tensor], tokens: int = 0) -> DecodeStep:
+        """A step over keys, values, of each layer [B, Hkv, length, D]. tokens: as of DecodeStep."""
+        return DecodeStep(self.shape, self.layers, self.embedding, self.head, self.final_norm, keys, values, tokens)
 
 
 def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeModel:

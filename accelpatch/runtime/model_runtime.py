@@ -7,10 +7,12 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 from accelpatch.fusion.packed_rows import Packing
 from accelpatch.fusion.padding import packing_of
 from accelpatch.runtime.code_watch import CodeWatch
+from accelpatch.runtime.generation.drafter import Pace
 
 
 class ModelRuntime:
@@ -32,6 +34,7 @@ class ModelRuntime:
         self.code = CodeWatch()
         self.unfused: Mapping[int, str] = {}
         self._settings = settings
+        self.paces: WeakKeyDictionary[Any, Pace] = WeakKeyDictionary()  # draft model -> what its drafts gave so far
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         made = type(self)(*self._settings)

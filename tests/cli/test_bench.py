@@ -67,6 +67,13 @@ def test_text_states_parity_before_speed(cli: Cli, model: str) -> None:
         assert word in text
 
 
+def test_drafts_of_another_model(cli: Cli, model: str) -> None:
+    text = cli("bench", model, "--recipe", "int8", "--draft", model, *QUICK).stdout
+    assert "patched, with drafts" in text
+    assert re.search(r"with drafts against patched: decode [\d.]+ x", text)
+    assert cli("bench", model, "--draft", model, "--batch", "2").exit_code == 2
+
+
 def test_batch_counts_all_sequences(cli: Cli, model: str) -> None:
     found = json.loads(cli("bench", model, "--json", "--batch", "3", *QUICK).stdout)
     decode = found["patched"]["decode"]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
+from accelpatch.cli.draft import check_vocabulary
+from accelpatch.errors import AccelpatchError
 from tests.support import guide_opt
+from tests.support.tiny import CAUSAL
 
 from .conftest import CONTEXT, Cli, Shell, byte_tokenizer
 
+DECODING = Path(__file__).parents[2] / "docs/decoding.md"
 FOREIGN = Path(__file__).parents[1] / "fixtures/foreign"
 SHORT = ("--max-new-tokens", "12")
 
@@ -46,6 +51,26 @@ def test_streamed_text_is_the_answer(cli: Cli, model: str) -> None:
     answer = json.loads(cli("run", model, "--recipe", "exact", "--json", *SHORT).stdout)["answer"]
     assert answer != ""
     assert streamed.startswith(answer)
+
+
+def test_the_command_of_the_page_about_drafts(cli: Cli, model: str) -> None:
+    (block,) = re.findall(r"^```sh\n(.*?)^```$", DECODING.read_text(), re.DOTALL | re.MULTILINE)
+    words = shlex.split(block.replace("smollm2-135m", model))
+    result = cli(*words[1:])
+    assert result.exit_code == 0, result.output
+    assert re.search(r"drafts +\d+ of \d+ draft tokens accepted", result.output) or "drafts" not in result.output
+
+
+def test_drafts_of_another_model(cli: Cli, model: str, tmp_path: Path) -> None:
+    plain = json.loads(cli("run", model, "--recipe", "int8", "--json", *SHORT).stdout)
+    drafted = json.loads(cli("run", model, "--recipe", "int8", "--draft", model, "--json", *SHORT).stdout)
+    assert drafted["answer"] == plain["answer"]
+    assert cli("run", model, "--draft", model, "--tp", "2").exit_code == 2
+    assert cli("run", model, "--draft", str(tmp_path / "none"), *SHORT).exit_code != 0
+    small, other = CAUSAL["llama"].make(), CAUSAL["llama"].make(vocab_size=99)
+    check_vocabulary("other", CAUSAL["llama"].make(), small)
+    with pytest.raises(AccelpatchError, match="99 tokens, and the model one of 160"):
+        check_vocabulary("other", other, small)
 
 
 def test_compare(cli: Cli, model: str) -> None:

@@ -131,6 +131,7 @@ typedef struct {
     const float* inverse_frequency[2]; /* [head_dim / 2]; the second only where a layer asks for it */
     float rope_scaling[2];
     float embedding_scale, logits_softcap; /* softcap: 0 for none */
+    int64_t one_sequence;                  /* 1: the tokens of a step are of one sequence, and the cache has one row */
 } ap_model;
 
 /* A layer whose q.data is NULL is absent: no step may run it.
@@ -138,10 +139,10 @@ typedef struct {
  */
 int ap_step_create(const ap_model* model, int max_threads, void** step);
 void ap_step_free(void* step);
-/* One token for each of `batch` sequences, through layers first .. last - 1: writes its keys and values at slots[b],
- * attends to starts[b] .. slots[b], rotates by positions[b]; logits: float32 [batch, head.n], or NULL where nobody
- * reads them. hidden: float32 [batch, hidden], the residual stream: read where first > 0, written where last is not the
- * number of layers (logits are not, then); else NULL. Allocates nothing. */
+/* One token for each of `batch` sequences, or `batch` tokens of one, through layers first .. last - 1: writes its keys
+ * and values at slots[b], attends to starts[b] .. slots[b], rotates by positions[b]; logits: float32 [batch, head.n],
+ * or NULL where nobody reads them. hidden: float32 [batch, hidden], the residual stream: read where first > 0, written
+ * where last is not the number of layers (logits are not, then); else NULL. Allocates nothing. */
 int ap_step_run(void* step, int64_t batch, const int64_t* tokens, const int64_t* slots, const int64_t* starts,
     const int64_t* positions, int64_t first, int64_t last, float* hidden, float* logits, int threads);
 

@@ -116,15 +116,21 @@ inline void write_cache(const Worker& t, const ap_layer& layer, int64_t m, int64
     norm_and_rotate_(t, layer, keys + slot * d, layer.k_norm, m);
 }
 
+// Where a layer's keys (values) of a token's sequence and one key head lie.
+inline float* cached(const Worker& t, const ap_layer& layer, float* base, int64_t m, int64_t head) {
+    const int64_t row = t.model->one_sequence ? 0 : m;
+    return base + (row * kv_heads_of(*t.model, layer) + head) * t.model->length * t.model->head_dim;
+}
+
 inline void attend(const Worker& t, const ap_layer& layer, int64_t m, int64_t head, int64_t run) {
     const ap_model& model = *t.model;
     const int64_t d = model.head_dim, heads = heads_of(model, layer), kv_heads = kv_heads_of(model, layer),
                   group = heads / kv_heads;
     const int64_t slot = t.call->slots[m], first = first_slot(slot, t.call->starts[m], layer.window);
     if (run >= runs(first, slot)) return;
-    float* keys = layer.keys + (m * kv_heads + head) * model.length * d;
-    float* values = layer.values + (m * kv_heads + head) * model.length * d;
-    if (run == runs(first, slot) - 1) write_cache(t, layer, m, head, keys, values);
+    float* keys = cached(t, layer, layer.keys, m, head);
+    float* values = cached(t, layer, layer.values, m, head);
+    if (!model.one_sequence && run == runs(first, slot) - 1) write_cache(t, layer, m, head, keys, values);
     memcpy(t.own->query, t.step->qkv + m * qkv_width(layer) + head * group * d, static_cast<size_t>(group * d) * 4);
     for (int64_t h = 0; h < group; h++) norm_and_rotate_(t, layer, t.own->query + h * d, layer.q_norm, m);
     const int64_t at = first + run * kRun, count = slot - at + 1 < kRun ? slot - at + 1 : kRun;
@@ -141,6 +147,15 @@ inline void attention_stage(const Worker& t, const ap_layer& layer) {
         most = count > most ? count : most;
     }
     const int64_t heads = kv_heads_of(*t.model, layer);
+    if (t.model->one_sequence) {  // a token attends to those before it in the same step
+        WorkCursor writes = {t.batch * heads};
+        for (int64_t item; (item = pool_next(t.pool, t.self, &writes)) >= 0;) {
+            const int64_t m = item / heads, head = item % heads;
+            write_cache(
+                t, layer, m, head, cached(t, layer, layer.keys, m, head), cached(t, layer, layer.values, m, head));
+        }
+        pool_wait(t.pool, t.self);
+    }
     WorkCursor work = {t.batch * heads * most};
     for (int64_t item; (item = pool_next(t.pool, t.self, &work)) >= 0;)
         attend(t, layer, item / (heads * most), item / most % heads, item % most);

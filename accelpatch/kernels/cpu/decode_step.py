@@ -107,7 +107,8 @@ class DecodeStep(Described):
     them.
 
     layers: None for a layer that never runs here, whose keys and values may be any; `part` skips it. rows: the most
-    sequences. length: slots of the cache.
+    sequences. length: slots of the cache. tokens: the most tokens of a step over a cache of one sequence, which all are
+    of that sequence, at slots that follow each other; 0: a token of each sequence.
 
     Call it with int64 tensors of one entry per sequence. It is thread-safe: a second call waits for the first.
     """
@@ -119,6 +120,7 @@ class DecodeStep(Described):
     final_norm: NormWeight
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
+    tokens: int = 0
     rows: int = field(init=False)
     length: int = field(init=False)
     handle: ctypes.c_void_p = field(default_factory=ctypes.c_void_p, init=False)
@@ -146,7 +148,7 @@ class DecodeStep(Described):
 
         tokens, slots, starts, positions: int64 [B]. Sequence b's token is written to slot slots[b] of the cache,
         attends to slots starts[b] .. slots[b] (starts[b]: number of left-padding slots), and gets the rotary embedding
-        of positions[b].
+        of positions[b]. With `tokens`, b counts tokens of the one sequence, which see each other's keys and values.
         """
         logits = torch.empty(tokens.shape[0], self.head.n, **PLAIN) if out is None else out
         self._run_layers([tokens, slots, starts, positions], range(len(self.layers)), None, logits)
@@ -212,6 +214,8 @@ class DecodeStep(Described):
                     raise KernelError(
                         f"the step's cache is contiguous float32 {list(want)}, not {cache.dtype} {list(cache.shape)}"
                     )
+        if self.tokens and (self.rows != 1 or not 1 <= self.tokens <= MAX_BATCH):
+            raise KernelError(f"several tokens are 1 to {MAX_BATCH} of one sequence, not {self.tokens} of {self.rows}")
         if not 1 <= self.rows <= MAX_BATCH:
             raise KernelError(f"the native step takes 1 to {MAX_BATCH} sequences, not {self.rows}")
 
@@ -222,12 +226,13 @@ class DecodeStep(Described):
         )
         self._keep += [made, self.embedding, self.head, *s.rope]
         model = native_library.Model(
-            len(self.layers), s.hidden, s.head_dim, self.rows, self.length, made, self.embedding.struct(),
-            self.head.struct(), self._norm(self.final_norm, s.hidden),
+            len(self.layers), s.hidden, s.head_dim, self.tokens or self.rows, self.length, made,
+            self.embedding.struct(), self.head.struct(), self._norm(self.final_norm, s.hidden),
         )  # fmt: skip
         for i, (frequencies, scaling) in enumerate(s.rope):
             model.inverse_frequency[i], model.rope_scaling[i] = self._vector(frequencies, s.head_dim // 2), scaling
         model.embedding_scale, model.logits_softcap = s.embedding_scale, s.softcap
+        model.one_sequence = int(self.tokens > 0)
         return model
 
     def _layer(self, index: int, weights: LayerWeights | None) -> native_library.Layer:
@@ -274,5 +279,5 @@ def launch_(
     )
     if status and not bool(((tokens >= 0) & (tokens < step.embedding.n)).all()):
         raise IndexError(f"a token is out of range: {tokens.tolist()}, and the embedding has {step.embedding.n} rows")
-    limits = f"at most {step.rows}, slots below {step.length}"
+    limits = f"at most {step.tokens or step.rows}, slots below {step.length}"
     check(status, f"layers {first} to {last} of a step of {batch} tokens ({limits})")

@@ -79,6 +79,7 @@ class Model(Structure):
         ("rope_scaling", c_float * 2),
         ("embedding_scale", c_float),
         ("logits_softcap", c_float),
+        ("one_sequence", c_int64),
     )
 
 

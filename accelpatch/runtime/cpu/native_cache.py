@@ -31,6 +31,7 @@ class Store:
         self.layers = [SimpleNamespace(keys=keys, values=values) for keys, values in pairs]
         self.capacity = capacity
         self.step: Any = None
+        self.several: dict[int | None, Any] = {}  # layers (None: all) -> a step of several tokens of one sequence
         self.made_by: Any = None
         self.places: Any = None  # slots, starts and positions of the last step, if no layer ran as a module
 

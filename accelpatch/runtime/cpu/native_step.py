@@ -210,6 +210,7 @@ def _step(reading: Reading, store: Store) -> DecodeStep:
     assert reading.model is not None
     if store.step is None or store.made_by is not reading.model:
         store.step, store.made_by = reading.model.step(store.keys, store.values), reading.model
+        store.several = {}
     return store.step
 
 

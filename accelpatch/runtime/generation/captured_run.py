@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from accelpatch.models.multimodal import first_position
 from accelpatch.runtime.cache_contents import OWN_CACHE, Contents
 from accelpatch.runtime.cache_form import misfit, why_not
 from accelpatch.runtime.generation.decoding import stock_loop_because
-from accelpatch.runtime.generation.speculation import ACCEPTED, NONE, STEPS, Lookup
+from accelpatch.runtime.generation.speculation import NONE, Lookup
 from accelpatch.runtime.graphs import prefill
 from accelpatch.runtime.graphs.capture import Graph
 from accelpatch.runtime.graphs.kv_cache import cache_of
@@ -23,6 +24,15 @@ from accelpatch.runtime.graphs.multimodal_parts import FORWARD as PARTS
 from accelpatch.runtime.graphs.runtime import CapturedRuntime
 from accelpatch.runtime.graphs.sampler import Sampler
 from accelpatch.runtime.graphs.step import CAPTURED, CapturedStep
+
+
+class Drafting(Protocol):
+    """What became of the draft tokens of a call. accepted: how many were."""
+
+    accepted: int
+
+    def report(self, paths: Counter[str]) -> None:
+        """Count them."""
 
 
 class CapturedRun:
@@ -63,6 +73,7 @@ class CapturedRun:
         self.kwargs: dict[str, Any] = {}
         self._model = model
         self.lookup: Lookup | None = None
+        self.drafting: Drafting | None = None  # the lookup, or what a model drafts
         self.slot = 0  # tokens cached, including a step that was too many
         self._contents: Contents | None = None  # of the call's cache, in that of the step
         self._seen = True  # whether the caller can see the cache after the call
@@ -72,17 +83,16 @@ class CapturedRun:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        paths, lookup, steps = self.runtime.paths, self.lookup, 0
+        paths, drafting, steps = self.runtime.paths, self.drafting, 0
         if self._contents is not None:
             steps = self._contents.length - self._first
             if not self._seen:
                 self._contents.length = 0  # nothing to copy
             self._contents.detach()
-        if lookup is not None and steps:
+        if drafting is not None and steps:
             # after an exception, accepted draft tokens may not have been emitted
-            steps = max(steps - lookup.accepted, 0)
-            paths[STEPS] += lookup.steps
-            paths[ACCEPTED] += lookup.accepted
+            steps = max(steps - drafting.accepted, 0)
+            drafting.report(paths)
         paths[CAPTURED] += steps
         paths[self.runtime.captured.way(self.step)] += steps
 
@@ -92,7 +102,7 @@ class CapturedRun:
         if isinstance(drafts, str):
             self.runtime.paths[NONE + drafts] += 1
         elif drafts is not None:
-            self.lookup = Lookup(self, drafts, ids, end)
+            self.lookup = self.drafting = Lookup(self, drafts, ids, end)
         return self.lookup
 
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:

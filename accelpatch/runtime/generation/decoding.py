@@ -53,7 +53,7 @@ def decode(
     kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
     """Continue ids[B, L] until `criteria` hold; returns ids, or GenerateDecoderOnlyOutput if configured."""
-    return loop(_Steps(model, runtime), ids, processors, criteria, config, streamer, kwargs)
+    return loop(NativeSteps(model, runtime), ids, processors, criteria, config, streamer, kwargs)
 
 
 class Steps(Protocol):
@@ -107,7 +107,7 @@ def loop(
     return kept.result(ids, steps.kwargs.get(CACHE))
 
 
-class _Steps:
+class NativeSteps:
     """Steps of a model with native decode steps.
 
     The prompt and the first step are calls of the model, which lay out its cache; the steps after that are native calls
@@ -118,7 +118,7 @@ class _Steps:
         self.kwargs: dict[str, Any] = {}
         self._model, self._runtime = model, runtime
         self._run: NativeRun | None = None
-        self._behind = 0  # native steps not yet counted in kwargs
+        self.behind = 0  # native steps not yet counted in kwargs
 
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
         """Logits [B, V] float32 after the prompt, owned by the caller."""
@@ -129,13 +129,13 @@ class _Steps:
         """Logits [B, V] float32 after `tokens`[B], the last ones of `ids`."""
         logits = self._run.logits(self._model, tokens) if self._run is not None else None
         if logits is not None:
-            self._behind += 1
+            self.behind += 1
             return logits
         kwargs = self.kwargs
-        if self._behind:
+        if self.behind:
             known = CausalLMOutputWithPast(**{CACHE: kwargs[CACHE]})
-            kwargs = self._model._update_model_kwargs_for_generation(known, kwargs, num_new_tokens=self._behind)
-            self._behind = 0
+            kwargs = self._model._update_model_kwargs_for_generation(known, kwargs, num_new_tokens=self.behind)
+            self.behind = 0
         inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
         logits = self._last_logits(self._model(**inputs, return_dict=True), kwargs)
         self._run = self._runtime.run_of(kwargs[CACHE])

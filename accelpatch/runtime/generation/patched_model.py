@@ -28,6 +28,8 @@ from accelpatch.runtime.compiled import with_static_cache
 from accelpatch.runtime.cpu.native_step import NativeRuntime
 from accelpatch.runtime.cpu.torch_threads import all_threads, one_thread
 from accelpatch.runtime.generation.adapter_targets import CONFIGS, configurations
+from accelpatch.runtime.generation.assisted import NAME as ASSISTED
+from accelpatch.runtime.generation.assisted import assisting
 from accelpatch.runtime.generation.batching import CONTEXT, INIT, in_context, initialised
 from accelpatch.runtime.generation.decoding import decode, stock_loop_because
 from accelpatch.runtime.generation.graph_loop import captured_loop
@@ -98,7 +100,7 @@ def _subclass(cls: Any, is_model: bool) -> type[nn.Module]:
     body |= {name: wrap(cls, name) for name, wrap in wrapped.items() if hasattr(cls, name)}
     if is_model:
         body["_apply"] = moving(cls._apply)
-        wrapped = {"_sample": _looping, CACHES: _marking, "generate": _generating}
+        wrapped = {"_sample": _looping, ASSISTED: assisting, CACHES: _marking, "generate": _generating}
         body |= {name: wrap(cls, name) for name, wrap in wrapped.items() if hasattr(cls, name)}
         body |= {"save_pretrained": saving(cls.save_pretrained)} if hasattr(cls, "save_pretrained") else {}
         body |= {"push_to_hub": cls.push_to_hub} if hasattr(cls, "push_to_hub") else {}

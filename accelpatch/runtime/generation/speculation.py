@@ -11,12 +11,14 @@ the same as without draft tokens. Without draft tokens, a step is a plain one, q
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from accelpatch.runtime.generation.drafter import Drafter
 from accelpatch.runtime.graphs.batch import DRAFTS, TOKENS, Drafts
 from accelpatch.runtime.graphs.capture import Graph
 from accelpatch.runtime.graphs.sampler import Reports
@@ -32,7 +34,7 @@ NOWHERE = -1
 
 
 class PromptLookup:
-    """The tokens of one sequence so far, and their draft tokens.
+    """A Drafter: the tokens of one sequence so far, and what followed where the last of them stood before.
 
     A rejected draft costs a step of several tokens that yields one: each step without an accepted draft token doubles
     the length of the match that is asked for, each step with one halves it.
@@ -122,8 +124,9 @@ class Lookup:
         self.steps = self.accepted = 0
         self._ids: list[int] = ids[0].tolist()  # read before the prompt runs: the device is still idle
         self._end = end
-        self.known = PromptLookup([])
+        self.known: Drafter = PromptLookup([])
         self._due: list[int] = []  # draft tokens of the last step that may still be accepted
+        self._drafted = 0  # how many they were
 
     @property
     def kwargs(self) -> dict[str, Any]:
@@ -136,18 +139,24 @@ class Lookup:
         self.known = PromptLookup(self._ids)
         return logits
 
+    def report(self, paths: Counter[str]) -> None:
+        """Count the steps with draft tokens, and those that were accepted."""
+        paths[STEPS] += self.steps
+        paths[ACCEPTED] += self.accepted
+
     def next(self, ids: Tensor, tokens: Tensor) -> Tensor:
         """Logits [1, V] float32 after `tokens`[1], the last of `ids`: from a verified place, or from a new step."""
         token = int(tokens[0])
         self.known.append(token)
         if self._due and self._due[0] == token:
-            self.sample(TOKENS - len(self._due))
+            self.sample(self._drafted - len(self._due) + 1)
             del self._due[0]
         else:
-            if self._due:
-                self.known.learn(TOKENS - len(self._due) - 1)
+            if self._drafted:
+                self.known.learn(self._drafted - len(self._due))
             self.run.step.batch.tokens.copy_(tokens)
             self._due = self.draft() or []
+            self._drafted = len(self._due)
             if self._due:
                 self.verify(self._due)
                 self.sample(0)

@@ -39,6 +39,7 @@ class Batch:
         self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)
         self.ends, self.suppressed = (torch.zeros(vocabulary + 1, dtype=torch.bool, device=device) for _ in range(2))
         self.drafts: Drafts | None = None  # set where the recipe asks for draft tokens
+        self.model_drafts: Any = None  # model_drafts.ModelDrafts, made when a model drafts
         self._samplers: OrderedDict[Any, Graph] = OrderedDict()
 
     def views(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:

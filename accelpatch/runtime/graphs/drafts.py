@@ -18,6 +18,20 @@ from accelpatch.runtime.graphs.capture import Graph
 from accelpatch.runtime.graphs.step import CAPTURE_ERRORS, CapturedStep, first_line
 
 
+def several_tokens_why_not(step: CapturedStep, fused: FusedModel | None) -> str | None:
+    """Why a step of several tokens of a row is not bit for bit one step after the other; None where it is.
+
+    fused: the model's fused layers as they are now.
+    """
+    if step.batch.rows != 1:
+        return f"{step.batch.rows} rows"
+    if fused is not None and fused.in_parts:
+        return "layers on several devices, or offloaded"
+    if not step.fused or (fused is not None and fused.unfused):
+        return "modules in the captured step"  # their bits may depend on the number of rows
+    return None
+
+
 def verifying(step: CapturedStep, fused: FusedModel, graph: GraphOf) -> CapturedStep:
     """`step` of one row, with a captured step of several tokens beside it where that can be captured."""
     batch = step.batch
@@ -33,15 +47,19 @@ def verifying(step: CapturedStep, fused: FusedModel, graph: GraphOf) -> Captured
     return step
 
 
-def verification(step: CapturedStep, drafts: Drafts, fused: FusedModel, graph: GraphOf) -> Graph:
-    """The captured program over TOKENS tokens and the cache of `step`, which must be empty.
+def verification(
+    step: CapturedStep, drafts: Drafts, fused: FusedModel, graph: GraphOf, empty: bool = True
+) -> Graph:  # fmt: skip
+    """The captured program over as many tokens as `drafts` has places, and the cache of `step`.
 
-    It leaves the logits of all places and does not advance the batch. Raises what the capture raises.
+    It leaves the logits of all places and does not advance the batch. Raises what the capture raises. empty: whether
+    the cache holds nothing; else it must have room for the tokens behind the batch's slot.
     """
     batch, mask, cache = step.batch, step.mask, step.cache
     kept = batch.slot.clone(), batch.positions.clone()
-    batch.slot.zero_()
-    batch.positions.zero_()
+    if empty:
+        batch.slot.zero_()
+        batch.positions.zero_()
 
     def verify() -> None:
         mask.index_fill_(1, batch.slot + drafts.places, 1)

@@ -22,7 +22,7 @@ from accelpatch.modules.packed_weight import unpacked_once
 from accelpatch.runtime.graphs.batch import Batch, Drafts, GraphOf
 from accelpatch.runtime.graphs.calls import CapturedCalls
 from accelpatch.runtime.graphs.capture import GRAPHS, Graph, new_pool
-from accelpatch.runtime.graphs.drafts import verifying
+from accelpatch.runtime.graphs.drafts import several_tokens_why_not, verifying
 from accelpatch.runtime.graphs.encoder_decoder import Encoded, EncoderDecoderStep, Learned, Source
 from accelpatch.runtime.graphs.encoder_decoder_learning import learned_with_encoder
 from accelpatch.runtime.graphs.fused_forward import prompts_of
@@ -199,13 +199,7 @@ class CapturedModel:
         """The state for draft tokens, or why there are none; None where the recipe does not ask for them."""
         if not self._speculate:
             return None
-        if step.batch.rows != 1:
-            return f"{step.batch.rows} rows"
-        if self.fused is not None and self.fused.in_parts:
-            return "layers on several devices, or offloaded"
-        if not step.fused or (self.fused is not None and self.fused.unfused):
-            return "modules in the captured step"  # their bits may depend on the number of rows
-        return step.no_drafts or step.batch.drafts
+        return several_tokens_why_not(step, self.fused) or step.no_drafts or step.batch.drafts
 
     def way(self, step: CapturedStep, watched: Collection[int] = ()) -> str:
         """How a step runs, for the report. watched: places of layers with hooks."""

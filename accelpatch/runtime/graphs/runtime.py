@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -44,6 +45,7 @@ class CapturedRuntime(ModelRuntime):
         self._off = "the recipe says graph: off" if graph == "off" else "the recipe says cache: stock"
         self._off = self._off if graph == "off" or cache == "stock" else ""
         self._busy = False
+        self.assistants: WeakKeyDictionary[nn.Module, CapturedRuntime] = WeakKeyDictionary()  # unpatched ones
         self.close()
 
     def close(self) -> None:

@@ -82,6 +82,11 @@ class Sampler:
         return self._do_sample, bool(self._suppressing), self.ends is not None, warpers
 
     @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn."""
+        return self._do_sample
+
+    @property
     def alone(self) -> bool:
         """Whether a token depends only on its row's logits and length, so that many places can be sampled at once."""
         return not self._do_sample and not self._warpers
@@ -99,23 +104,35 @@ class Sampler:
         ]
         return max(least, default=0) + slot - self._length
 
-    @regions.within("sampler")
-    def next_token(self, rows: Rows) -> None:
-        """The program: rows.logits -> rows.tokens, unfinished and report. Among equal logits the lowest id wins."""
+    def scores(self, rows: Rows) -> Tensor:
+        """rows.logits [B, V] without suppressed ids, and warped."""
         scores = rows.logits
         if self._suppressing:
             scores = scores.masked_fill(
                 (rows.slot[:, None] < rows.suppressed_until) & rows.suppressed[:-1], float("-inf")
             )
+        return self.warped(scores)
+
+    def warped(self, scores: Tensor) -> Tensor:
+        """scores [B, V] after temperature, top-k, top-p and min-p, where they are asked for."""
         for warper in self._warpers:
             scores = warper(None, scores)
+        return scores
+
+    @regions.within("sampler")
+    def next_token(self, rows: Rows) -> None:
+        """The program: rows.logits -> rows.tokens, unfinished and report. Among equal logits the lowest id wins."""
+        scores = self.scores(rows)
         state = (rows.unfinished, None if self.ends is None else rows.ends, rows.pad, rows.tokens, rows.report)
         if not self._do_sample:
             greedy_(scores, *state, rows.arrived)
             return
-        # as torch.multinomial draws one sample, without its checks, which cannot be captured
-        chances = nn.functional.softmax(scores, dim=-1)
-        leave_((chances / torch.empty_like(chances).exponential_(1)).argmax(dim=-1), *state)
+        leave_(drawn(nn.functional.softmax(scores, dim=-1)), *state)
+
+
+def drawn(chances: Tensor) -> Tensor:
+    """One index a row of chances[B, V], as torch.multinomial draws it, without its checks, which cannot be captured."""
+    return (chances / torch.empty_like(chances).exponential_(1)).argmax(dim=-1)
 
 
 class Reports:

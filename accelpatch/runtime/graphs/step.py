@@ -46,6 +46,8 @@ class CapturedStep(Lent):
     another device than the batch's, for layers on several.
     """
 
+    shared = False  # whether its cache is another step's
+
     def __init__(
         self, model: nn.Module, batch: Batch, shapes: Sequence[Cached], capacity: int, graph: GraphOf,
         fused: FusedModel | None = None, watched: Sequence[int] = (), graph_on: GraphOn | None = None,
@@ -53,6 +55,9 @@ class CapturedStep(Lent):
         self.batch, self.capacity, self.fused = batch, capacity, fused
         self.verification: Graph | None = None  # the step of several tokens; see drafts.py
         self.no_drafts = ""  # why there is no `verification`
+        self.checks: dict[int, Graph] = {}  # steps of so many tokens, for the drafts of models
+        self.drafting: dict[Any, Any] = {}  # of a draft model: its programs (draft_model.py)
+        self.exits: dict[int, Any] = {}  # by the number of layers: draft_model.ExitStep
         self.cache = Cache(layers=[CapturedLayer(shape, batch.rows, capacity, batch.slot) for shape in shapes])
         self.mask = torch.zeros(batch.rows, capacity, dtype=torch.int64, device=batch.device)
         self.prompts: Any = None  # prefill.Prompts, made at the first prompt

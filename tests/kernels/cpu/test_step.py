@@ -158,6 +158,35 @@ def test_neighbours_and_padding_change_no_bit(isa: None, format_: str) -> None:
         assert torch.equal(alone[0], whole[b, b:])
 
 
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2"])
+def test_several_tokens_of_one_sequence_have_the_bits_of_one_after_the_other(family: str, format_: str) -> None:
+    one = build(tiny(family), FORMATS[format_], max_batch=1, length=LENGTH)
+    several = replace_caches(one, tokens=8)
+    ids = torch.randint(0, 131, (LENGTH,), generator=torch.Generator().manual_seed(4))
+    due = torch.cat([one(ids[at : at + 1], *(torch.tensor([n]) for n in (at, 0, at))) for at in range(70)])
+    found, at = [], 0
+    for count in (1, 8, 2, 3, 5, 7, 8, 6, 4, 8, 8, 8, 2):
+        places = torch.arange(at, at + count)
+        several(ids[at : at + count].flip(0), places, torch.zeros_like(places), places)
+        found.append(several(ids[at : at + count], places, torch.zeros_like(places), places))  # again: nothing changes
+        at += count
+    assert torch.equal(torch.cat(found), due)
+    for mine, its in zip((*several.keys, *several.values), (*one.keys, *one.values), strict=True):
+        assert torch.equal(mine[:, :, :70], its[:, :, :70])
+    with pytest.raises(KernelError, match="at most 8"):
+        several(ids[:9], *[torch.arange(9)] * 3)
+    two = build(tiny(family), FORMATS[format_], max_batch=2, length=LENGTH)
+    with pytest.raises(KernelError, match="of one sequence"):
+        replace_caches(two, tokens=8)
+
+
+def replace_caches(step: DecodeStep, tokens: int) -> DecodeStep:
+    """A step of several tokens of one sequence over caches of its own."""
+    keys, values = ([torch.full_like(one, float("nan")) for one in held] for held in (step.keys, step.values))
+    return DecodeStep(step.shape, step.layers, step.embedding, step.head, step.final_norm, keys, values, tokens)
+
+
 def test_only_the_slots_that_were_asked_for_are_written() -> None:
     ids, one, other = tokens(1), small_step(), small_step()
     due = decode(one, ids, column(0))[:, -1]
