@@ -56,7 +56,7 @@ def test_bad_places_are_refused(tmp_path: Path) -> None:
     (tmp_path / "full" / "mine.txt").write_text("mine")
     before = digests(source)
     cases: list[tuple[type[Exception], str, tuple[Any, ...]]] = [
-        (SaveError, "compressed-tensors, gptq, awq", (source, "gguf")),
+        (SaveError, "compressed-tensors, gptq, awq", (source, "exl2")),
         (SaveError, "is not empty", (source, "gptq", tmp_path / "full")),
         (SaveError, "is not empty", (source, "gptq", source)),
         (SaveError, "is a file", (source, "gptq", source / "config.json")),

@@ -77,7 +77,7 @@ def test_clear_errors(cli: Cli, model: str, patched: str, arguments: list[str], 
 
 
 def test_an_unknown_format_is_a_usage_error(cli: Cli, patched: str) -> None:
-    result = cli("export", patched, "--to", "gguf")
+    result = cli("export", patched, "--to", "exl2")
     assert result.exit_code == 2
     assert "compressed-tensors" in result.stderr
     assert cli("export", patched).exit_code == 2
