@@ -8,6 +8,7 @@ struct Scratch {    // each thread's own: what is cheaper to compute twice than 
     float* hidden;  // [batch, hidden], the residual stream
     float* input;   // [batch, widest], what a stage's products read
     float* query;   // [group, head_dim]
+    float *keys, *values;  // [kRunSlots, head_dim], of a cache in another format
     void* ready;    // activation_bytes
     void* beside;   // the same, for a second weight that reads another form
 };

@@ -52,13 +52,15 @@ CACHES = "_prepare_cache_for_generation"  # transformers' method that makes the 
 def new_runtime(device_type: str, settings: Any, begin: Any = None) -> NativeRuntime | CapturedRuntime:
     """The runtime for a torch device type: captured graphs where the device has them, else native CPU steps.
 
-    settings: a recipe's Runtime, or any object with its fields graph, cache, max_length, speculate, loss and padding.
+    settings: a recipe's Runtime, or any object with its fields graph, cache, max_length, speculate, kv_cache, loss and
+    padding.
     begin: called with ids and configuration before generate() decodes; None for nothing.
     """
     if device_type in GRAPHS:
-        made: Any = CapturedRuntime(settings.graph, settings.cache, settings.max_length, settings.speculate)
+        given = (settings.graph, settings.cache, settings.max_length, settings.speculate, settings.kv_cache)
+        made: Any = CapturedRuntime(*given)
     else:
-        made = NativeRuntime()
+        made = NativeRuntime(settings.kv_cache)
     made.loss, made.padding, made.begin = settings.loss, settings.padding, begin
     return made
 

@@ -13,6 +13,7 @@ from torch import nn
 from accelpatch.errors import PatchError
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.spread import device_of
+from accelpatch.kernels.layouts.kv_states import FLOAT
 from accelpatch.runtime.graphs.calls import CapturedCalls, captured_outputs, generates
 from accelpatch.runtime.graphs.capture import GRAPHS
 from accelpatch.runtime.graphs.encoder_decoder import EncoderDecoderStep, Source
@@ -30,14 +31,18 @@ class CapturedRuntime(ModelRuntime):
     """The graphs of one model.
 
     graph: "auto" or "off". cache: "auto" or "stock". max_length: the most tokens of a sequence, or None. speculate:
-    "off" or "prompt_lookup".
+    "off" or "prompt_lookup". kv_cache: the format of the KV cache, as a recipe names it.
     """
 
     _learning = False  # true while the modules run to find out what they cache
     _prompting = False  # true while they run the prompt of a call over captured steps
 
-    def __init__(self, graph: str = "auto", cache: str = "auto", max_length: int | None = None, speculate: str = "off"):
-        super().__init__(graph, cache, max_length, speculate)
+    def __init__(
+        self, graph: str = "auto", cache: str = "auto", max_length: int | None = None, speculate: str = "off",
+        kv_cache: str = "auto",
+    ):  # fmt: skip
+        super().__init__(graph, cache, max_length, speculate, kv_cache)
+        self._form = kv_cache if kv_cache != "auto" else FLOAT
         self.lock = threading.RLock()
         self.max_length = max_length
         self._speculate = speculate != "off"
@@ -48,7 +53,7 @@ class CapturedRuntime(ModelRuntime):
 
     def close(self) -> None:
         """Free every graph and cache."""
-        self._states = AdapterStates(self._speculate)
+        self._states = AdapterStates(self._speculate, self._form)
         self._watch: Watch | None = None
         self._version = self.code.version
         self._flags: list[Any] = []

@@ -15,6 +15,7 @@ from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.compiling.gpu_libraries import WIDTHS
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Signal
+from accelpatch.kernels.layouts.kv_states import FLOAT
 from accelpatch.kernels.triton.launch import on_device
 
 FUNCTION = "decode_attention"
@@ -52,8 +53,10 @@ def widest(device: Device) -> int:
     return next((columns for columns, room in ((256, 227), (128, 163)) if device.facts.block_shared >= room * KIB), 64)
 
 
-def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | None:
-    """Why the library does not support such a layer; None where it does."""
+def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device, cache: str = FLOAT) -> str | None:
+    """Why the library does not support such a layer; None where it does. cache: the format of keys and values."""
+    if cache != FLOAT:
+        return f"a cache in {cache}"
     if dtype not in binding.DTYPES or shape.inv_freq.dtype != torch.float32:
         return f"it takes bfloat16 or float16, and frequencies in float32, not {dtype} and {shape.inv_freq.dtype}"
     most = widest(device)
