@@ -25,8 +25,8 @@ OWN_CACHE = "_accelpatch_own"  # attribute of a cache: whether generate() made i
 class Contents:
     """`length` tokens of each layer of one of transformers' caches, in the first slots of a static cache.
 
-    static: has layers with keys, values[B, Hkv, capacity, D] (States of kernels/layouts/kv_states.py: tensors, or what is
-    read and written by indices as they are, in 8 bits), and `of_one_cache` where no other cache's tokens come to
+    static: has layers with keys, values[B, Hkv, capacity, D] (States of kernels/layouts/kv_states.py: tensors, or what
+    is read and written by indices as they are, in 8 bits), and `of_one_cache` where no other cache's tokens come to
     lie there. Within a step, whose token lies behind the others, a layer has it as soon as the step has run that layer.
     """
 

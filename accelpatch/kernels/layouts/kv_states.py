@@ -2,7 +2,7 @@
 
     q[B, Hkv, L, D]        codes: int8, e4m3fn (OCP's 8-bit float, largest 448) or bfloat16
     scale[B, Hkv, L]       bfloat16, one of each token and head; none of bfloat16 codes
-    x = q * scale          scale = absmax of the D numbers / 127 (fp8: / 448), q = x / scale to the nearest, ties to even
+    x = q * scale          scale = absmax of a head's row / 127 (fp8: / 448); q = x / scale to the nearest, ties to even
 
 Scales in 16 bits cost a head of 128 columns 1.6% of its bytes, and a head of 64 3.1%. They are rounded to the nearest,
 so that the largest code is 127 always: what was read from a cache and is written again gives the same codes (of models
@@ -34,8 +34,8 @@ SCALE = torch.bfloat16
 
 @dataclass(frozen=True, eq=False)
 class QuantizedStates(Described):
-    """Keys or values of one layer. format: of CODES. q[B, Hkv, L, D], scale[B, Hkv, L] or None. dtype: of the floats that
-    are read and written."""
+    """Keys or values of one layer. format: of CODES. q[B, Hkv, L, D], scale[B, Hkv, L] or None. dtype: of the floats
+    that are read and written."""
 
     format: str
     q: Tensor
@@ -44,8 +44,9 @@ class QuantizedStates(Described):
 
     @property
     def facts(self) -> Hashable:
-        """What a choice of kernels may depend on."""
-        return self.format, self.dtype
+        """Format, sizes and dtypes, of scales too: what is checked before a call."""
+        forms = tuple((one.shape, one.dtype, one.device) for one in self.tensors)
+        return self.format, self.dtype, self.q.dtype, forms
 
     @property
     def shape(self) -> torch.Size:
@@ -121,6 +122,19 @@ def zeros(form: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
 def format_of(states: States) -> str:
     """FLOAT for a tensor, else the format."""
     return FLOAT if isinstance(states, Tensor) else states.format
+
+
+def scales_why_not(states: States) -> str | None:
+    """Why codes and scales do not belong together: kernels trust pointers and sizes; None where they do."""
+    if isinstance(states, Tensor) or (states.format not in LARGEST and states.scale is None):
+        return None
+    due, scale = list(states.shape[:3]), states.scale
+    if states.q.dtype != CODES[states.format]:
+        return f"a cache in {states.format} has codes in {CODES[states.format]}, not {states.q.dtype}"
+    if scale is None or list(scale.shape) != due or scale.dtype != SCALE or scale.device != states.device:
+        got = "none" if scale is None else f"{list(scale.shape)} {scale.dtype} on {scale.device}"
+        return f"a cache in {states.format} has scales of {due} in {SCALE} on {states.device}, not {got}"
+    return None
 
 
 def floats(states: States) -> Tensor:

@@ -18,7 +18,7 @@ ROOM = 256  # free slots in tokens that a new store has at least; it doubles whe
 
 
 class Store:
-    """keys, values: of each layer [B, Hkv, capacity, D] in a format of kernels/layouts/kv_states.py, FLOAT being float32,
+    """keys, values: of each layer [B, Hkv, capacity, D] in a format of kernels/layouts/kv_states.py (FLOAT is float32),
     and the native step over them.
 
     like: keys and values of each layer, [B, Hkv, any, D], whose shapes the store's have.

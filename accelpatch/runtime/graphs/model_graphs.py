@@ -4,7 +4,7 @@ the last states that it was in."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -40,8 +40,8 @@ Key = tuple[int, int, tuple[int, ...], Source | None]  # rows, capacity, watched
 
 
 class CapturedModel:
-    """The graphs of one model, made when first needed. speculate: whether steps of one row take draft tokens. form: of the
-    KV cache (kernels/layouts/kv_states.py); that of an encoder-decoder is FLOAT always.
+    """The graphs of one model, made when first needed. speculate: whether steps of one row take draft tokens. form: of
+    the KV cache (kernels/layouts/kv_states.py); that of an encoder-decoder is FLOAT always.
 
     fused: its fused layers. why_not: why none of its steps can be captured, or None. why_not_fused: why it has no fused
     layers, or "".

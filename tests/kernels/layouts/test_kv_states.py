@@ -54,7 +54,7 @@ def test_error_of_a_row(form: str) -> None:
     error = (held(given, form)[:] - given).abs().amax(-1)
     most = given.abs().amax(-1)
     assert bool((error <= most * (0.51 / 127 if form == "int8" else 0.0365)).all())
-    assert bool((error.mean() > 0))
+    assert bool(error.mean() > 0)
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])

@@ -29,7 +29,7 @@ from accelpatch.kernels.arguments import require
 from accelpatch.kernels.attention_shape import MAX_NEW_TOKENS, AttentionShape
 from accelpatch.kernels.hip.attention import binding as attention
 from accelpatch.kernels.hip.binding import Signal
-from accelpatch.kernels.layouts.kv_states import FLOAT, States, floats, format_of
+from accelpatch.kernels.layouts.kv_states import FLOAT, States, floats, format_of, scales_why_not
 from accelpatch.kernels.ops.attention import rope
 from accelpatch.kernels.ops.norm import rmsnorm
 from accelpatch.kernels.spec import Implementation, Kernel, Spec
@@ -99,8 +99,6 @@ def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device, cache: st
 
 def why_no_triton(shape: AttentionShape, dtype: torch.dtype, device: Device, cache: str = FLOAT) -> str | None:
     """Why the Triton kernel cannot run; None where it can. cache: the format of keys and values."""
-    if cache != FLOAT:
-        return f"a cache in {cache}"
     if dtype == torch.float32 and shape.size > WIDEST:
         return f"attention heads of size {shape.size} in float32"
     return launch.why_not(device, dtype)
@@ -164,6 +162,9 @@ def spec(
     require(alike and whole, OP, "q, k, v and the cache have one dtype; positions, slot and mask are int64")
     same = format_of(keys) == format_of(values)
     require(same, OP, f"keys and values are of one format, not {format_of(keys)} and {format_of(values)}")
+    for one in (keys, values):
+        if reason := scales_why_not(one):
+            require(False, OP, reason)
     options = {"shape": shape, "cache": format_of(keys)}
     return Spec(OP, {"B": rows, "T": tokens, "L": keys.shape[2]}, qkv.dtype, options=options)
 
