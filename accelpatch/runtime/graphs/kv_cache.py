@@ -23,8 +23,8 @@ GROWTH = 2048  # and grow by so much
 
 
 class CapturedLayer(CacheLayerMixin):
-    """keys, values[B, heads, capacity, size] in a format of kernels/layouts/kv_states.py. A step writes at `slot`[B] on the
-    device and attends over all slots."""
+    """keys, values[B, heads, capacity, size] in a format of kernels/layouts/kv_states.py. A step writes at `slot`[B] on
+    the device and attends over all slots."""
 
     is_compileable = True
     is_sliding = False  # all tokens are kept; the mask hides those outside the window
