@@ -36,10 +36,24 @@ from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.fidelity import english_tokens, mean_kl_top1, perplexity
 
 FLOAT, DIGITS, FIRST = "auto", 5, 16  # the recipe's word for a float cache; of a number; tokens of the first prompt
-PLACES = (
-    "Aldenham Brixworth Caldbeck Dunsford Eastleigh Farnborough Glossop Harlow Ilkley Kendal Ludlow Matlock Newlyn "
-    "Oakham Penrith Ripon"
-).split()
+PLACES = [
+    "Aldenham",
+    "Brixworth",
+    "Caldbeck",
+    "Dunsford",
+    "Eastleigh",
+    "Farnborough",
+    "Glossop",
+    "Harlow",
+    "Ilkley",
+    "Kendal",
+    "Ludlow",
+    "Matlock",
+    "Newlyn",
+    "Oakham",
+    "Penrith",
+    "Ripon",
+]
 
 
 class Formats:
@@ -171,7 +185,9 @@ def main() -> None:
     formats = Formats(loaded.model, asked.formats)
     if asked.tokens:
         ids = english_tokens(loaded.tokenizer, -(-asked.tokens // 256) * 256).flatten()[: asked.tokens]
-        print("| cache | bytes a token | mean KL, nats | top-1 agreement | perplexity |\n| --- | --- | --- | --- | --- |")
+        print(
+            "| cache | bytes a token | mean KL, nats | top-1 agreement | perplexity |\n| --- | --- | --- | --- | --- |"
+        )
         for line in texts(formats, ids.to(formats.device)):
             print(line, flush=True)
     if asked.lengths:

@@ -16,10 +16,10 @@ extern "C" {
 
 enum { AP_OK = 0, AP_BAD_ARGUMENT = 1, AP_NO_MEMORY = 2, AP_UNSUPPORTED = 3 };
 enum { AP_ISA_PORTABLE = 0, AP_ISA_AVX2 = 1, AP_ISA_AVX512 = 2, AP_ISA_DOTPROD = 3 };
-enum { AP_FLOAT32 = 0, AP_BFLOAT16 = 1, AP_FLOAT16 = 2 };         /* element types of x and y */
-enum { AP_NO_OFFSET = 0, AP_MINIMUM = 1, AP_ZERO_POINT = 2 };     /* of AP_INT4 */
+enum { AP_FLOAT32 = 0, AP_BFLOAT16 = 1, AP_FLOAT16 = 2 };                            /* element types of x and y */
+enum { AP_NO_OFFSET = 0, AP_MINIMUM = 1, AP_ZERO_POINT = 2 };                        /* of AP_INT4 */
 enum { AP_CACHE_FLOAT = 0, AP_CACHE_BF16 = 1, AP_CACHE_INT8 = 2, AP_CACHE_FP8 = 3 }; /* formats of a KV cache */
-enum { AP_SILU = 0, AP_GELU = 1, AP_GELU_TANH = 2, AP_RELU = 3 }; /* activations */
+enum { AP_SILU = 0, AP_GELU = 1, AP_GELU_TANH = 2, AP_RELU = 3 };                    /* activations */
 enum {
     AP_DENSE = 0,
     AP_INT8 = 1,

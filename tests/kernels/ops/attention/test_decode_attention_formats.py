@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from accelpatch.device import KNOWN
 from accelpatch.errors import KernelError
 from accelpatch.kernels.check.attention_check import Step
+from accelpatch.kernels.hip.attention import binding as attention
 from accelpatch.kernels.layouts.kv_states import LARGEST, QuantizedStates, zeros
 from accelpatch.kernels.ops.attention import decode_attention
 from accelpatch.kernels.ops.attention.decode_attention import reference_
@@ -99,3 +101,14 @@ def test_caches_that_do_not_fit_are_refused() -> None:
         _call(replace(keys, scale=keys.scale.float()), values)
     with pytest.raises(KernelError, match="contiguous"):
         _call(replace(keys, scale=keys.scale.mT.contiguous().mT), values)
+
+
+def test_the_library_says_what_it_takes() -> None:
+    device = KNOWN["gfx942"]
+    shape = quantized(Step(size=72), torch.bfloat16, "int8", torch.device("cpu"))[1]
+    assert "multiple of 16" in str(attention.why_not(shape, torch.bfloat16, device, "int8"))
+    shape = replace(shape, size=128)
+    assert "beside bfloat16" in str(attention.why_not(shape, torch.float16, device, "fp8"))
+    assert "beside bfloat16" in str(attention.why_not(shape, torch.bfloat16, device, "bf16"))
+    assert attention.function("float") == "decode_attention"
+    assert attention.library(128, torch.bfloat16, "fp8") == "decode_attention_fp8_bf16_128"
