@@ -1,13 +1,13 @@
 """Print the tables of docs/attention.md: what a KV cache in 8 bits does to a model's next tokens, and to what it finds.
 
-python scripts/kv_fidelity.py [--model smollm2-135m] [--tokens 2048] [--lengths 2048 4096 7000] [--prompts 2]
-                              [--needles 8] [--formats int8 fp8] [--device cpu]
+python scripts/kv_fidelity.py [--model smollm2-135m] [--tokens 2048] [--lengths 2048 4096 7000] [--needles 10]
+                              [--formats int8 fp8] [--device cpu]
 
-The first table: a text of so many tokens, all of whose steps go over the cache, beside the same steps over a float cache:
-mean KL divergence, share of steps with the same best token, perplexity. The second: sentences with a number each, spread
-over a text of so many tokens; how many numbers are given back when the sentence is begun once more. A prompt's keys and
-values are computed once in floats; the question and the answer are steps over the cache in each format. The bytes are
-those of the tokens that lie in the cache.
+The first table: a text of so many tokens, all of whose steps go over the cache, beside the same steps over a float
+cache: mean KL divergence, share of steps with the same best token, perplexity. The second: a pass key in prose of so
+many tokens, at depths that are spread over it, and a question for it; how often the model gives the key. A prompt's
+keys and values are computed once in floats; the question and the answer are steps over the cache in each format. The
+bytes are those of a token's keys and values where they lie.
 """
 
 from __future__ import annotations
@@ -35,25 +35,9 @@ from accelpatch.runtime.generation.patched_model import RUNTIME, new_runtime, pa
 from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.fidelity import english_tokens, mean_kl_top1, perplexity
 
-FLOAT, DIGITS, FIRST = "auto", 5, 16  # the recipe's word for a float cache; of a number; tokens of the first prompt
-PLACES = [
-    "Aldenham",
-    "Brixworth",
-    "Caldbeck",
-    "Dunsford",
-    "Eastleigh",
-    "Farnborough",
-    "Glossop",
-    "Harlow",
-    "Ilkley",
-    "Kendal",
-    "Ludlow",
-    "Matlock",
-    "Newlyn",
-    "Oakham",
-    "Penrith",
-    "Ripon",
-]
+FLOAT, DIGITS, FIRST = "auto", 5, 16  # a float cache in a recipe; digits of a key; tokens of the first prompt
+NEEDLE = "\n\nThe pass key is {0}. Remember it. {0} is the pass key.\n\n"
+QUESTION = "\n\nWhat is the pass key? The pass key is"
 
 
 class Formats:
@@ -130,22 +114,18 @@ def _label(name: str) -> str:
     return name if name != FLOAT else "float"
 
 
-def haystack(tokenizer: Any, length: int, needles: int, draw: random.Random) -> tuple[Tensor, dict[str, str]]:
-    """(ids[1, about length], place -> its number): prose with a sentence for each place, at depths that are spread."""
-    numbers = {place: str(draw.randrange(10 ** (DIGITS - 1), 10**DIGITS)) for place in draw.sample(PLACES, needles)}
-    sentences = [f" The secret number of {place} is {number}." for place, number in numbers.items()]
-    prose = english_tokens(tokenizer, 8192).flatten()
-    pieces = [tokenizer(one, return_tensors="pt").input_ids[0] for one in sentences]
-    rest = length - sum(map(len, pieces))
-    begin = draw.randrange(0, prose.numel() - rest)
-    parts = prose[begin : begin + rest].tensor_split(needles + 1)
-    mixed = [part for pair in zip(parts, pieces, strict=False) for part in pair]
-    return torch.cat([*mixed, parts[-1]])[None], numbers
+def haystack(tokenizer: Any, length: int, depth: float, draw: random.Random) -> tuple[Tensor, str]:
+    """(ids[1, length], number): prose with the needle at a depth from 0 to 1."""
+    number = str(draw.randrange(10 ** (DIGITS - 1), 10**DIGITS))
+    needle = tokenizer(NEEDLE.format(number), return_tensors="pt").input_ids[0]
+    prose = english_tokens(tokenizer, 8192).flatten()[: length - needle.numel()]
+    at = int(depth * prose.numel())
+    return torch.cat([prose[:at], needle, prose[at:]])[None], number
 
 
-def found_in(formats: Formats, tokenizer: Any, states: Any, place: str, number: str) -> bool:
+def found_in(formats: Formats, tokenizer: Any, states: Any, number: str) -> bool:
     """Whether the model goes on with the number."""
-    asked = tokenizer(f"\n\nThe secret number of {place} is", return_tensors="pt").input_ids[0]
+    asked = tokenizer(QUESTION, return_tensors="pt").input_ids[0]
     cache, answer = formats.cache(states), list[int]()
     for token in asked.to(formats.device):
         logits = formats.step(token, cache)
@@ -155,18 +135,18 @@ def found_in(formats: Formats, tokenizer: Any, states: Any, place: str, number: 
     return str(tokenizer.decode(answer)).strip().startswith(number)
 
 
-def needles(formats: Formats, tokenizer: Any, lengths: list[int], prompts: int, count: int) -> Iterator[str]:
+def needles(formats: Formats, tokenizer: Any, lengths: list[int], count: int) -> Iterator[str]:
     """A line for each length."""
     draw = random.Random(0)
     for length in lengths:
         found = dict.fromkeys(formats.runtimes, 0)
-        for _ in range(prompts):
-            ids, numbers = haystack(tokenizer, length, count, draw)
+        for place in range(count):
+            ids, number = haystack(tokenizer, length, (place + 0.5) / count, draw)
             states = formats.prompt(ids.to(formats.device))
             for name in formats.runtimes:
                 formats.use(name)
-                found[name] += sum(found_in(formats, tokenizer, states, *one) for one in numbers.items())
-        yield f"| {length:,} | {prompts * count} | " + " | ".join(f"{n}" for n in found.values()) + " |"
+                found[name] += found_in(formats, tokenizer, states, number)
+        yield f"| {length:,} | {count} | " + " | ".join(f"{n}" for n in found.values()) + " |"
 
 
 def main() -> None:
@@ -175,8 +155,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m", help="A catalog name or a folder.")
     parser.add_argument("--tokens", type=int, default=2048, help="Tokens of the text; 0: no first table.")
     parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 4096, 7000], help="Tokens of the haystacks.")
-    parser.add_argument("--prompts", type=int, default=2, help="Haystacks of each length.")
-    parser.add_argument("--needles", type=int, default=8, help="Numbers in each.")
+    parser.add_argument("--needles", type=int, default=10, help="Haystacks of each length, with a needle each.")
     parser.add_argument("--formats", nargs="+", default=["int8", "fp8"], help="Formats beside a float cache.")
     parser.add_argument("--device", default="cpu", help="Where it runs.")
     parser.add_argument("--dtype", default="float32", help="The model's dtype.")
@@ -191,9 +170,9 @@ def main() -> None:
         for line in texts(formats, ids.to(formats.device)):
             print(line, flush=True)
     if asked.lengths:
-        print(f"\n| tokens | numbers | {' | '.join(_label(name) for name in formats.runtimes)} |")
+        print(f"\n| tokens | needles | {' | '.join(_label(name) for name in formats.runtimes)} |")
         print("| --- " * (2 + len(formats.runtimes)) + "|")
-        for line in needles(formats, loaded.tokenizer, asked.lengths, asked.prompts, asked.needles):
+        for line in needles(formats, loaded.tokenizer, asked.lengths, asked.needles):
             print(line, flush=True)
 
 

@@ -1,7 +1,7 @@
 """The device library's attention over caches of 8-bit codes, without a device: as test_attention_emulated.py.
 
-What lies in the cache after a launch is held to another computation of its rounding, and the output to float64 attention
-over that; a row's tokens get the same bits in any company, and whichever block has which KV split.
+What lies in the cache after a launch is held to another computation of its rounding, and the output to float64
+attention over that; a row's tokens get the same bits in any company, and whichever block has which KV split.
 """
 
 from __future__ import annotations

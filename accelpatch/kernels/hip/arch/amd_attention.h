@@ -38,20 +38,6 @@ template <class T> struct AttentionTile {
         else multiply_halves<T>(all.sum, permute<0x5410>(a, b), permute<0x5410>(c, d), w.first, w.second);
         for (int i = 0; i < 4; ++i) sums[i] = all.sum[i];
     }
-    // The same of codes, for two columns; a lane has eight bytes of each of its slots.
-    static DEVICE void add_codes(float* even, float* odd, const Words4* piece, int, int product, const Weights& w) {
-        const Words2* v = reinterpret_cast<const Words2*>(piece) + product / PARTS * 4;
-        add_column(even, v, product % PARTS, w), add_column(odd, v, product % PARTS + 1, w);
-    }
-    static DEVICE void add_column(float* sums, const Words2* v, int column, const Weights& w) {
-        using C = typename T::Codes;
-        float up[4];
-        for (int i = 0; i < 4; ++i) up[i] = C::up((column / 4 ? v[i].y : v[i].x) >> 8 * (column % 4));
-        MatrixMma<T> all;
-        for (int i = 0; i < 4; ++i) all.sum[i] = sums[i];
-        multiply_halves<T>(all.sum, C::packed(up[0], up[1]), C::packed(up[2], up[3]), w.first, w.second);
-        for (int i = 0; i < 4; ++i) sums[i] = all.sum[i];
-    }
     static DEVICE int cell_query(int) { return lane_id() & 15; }
     static DEVICE int cell_column(int part, int i) { return (4 * (lane_id() >> 4) + i) * 8 + part; }
     static DEVICE bool owns() { return (lane_id() & 15) < 8; }

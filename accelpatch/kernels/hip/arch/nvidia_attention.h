@@ -52,25 +52,7 @@ template <class T> struct AttentionTile {
         load_transposed(v, from);
         multiply_halves<T>(sums, v[0], v[1], v[2], v[3], w.first, w.second);
     }
-    // The same of codes: 32 columns of all slots at once, of which the even and the odd ones of each 16 are a product.
-    // product: the first one's number.
-    static DEVICE void add_codes(
-        float* even, float* odd, const Words4* tile, int chunks, int product, const Weights& w) {
-        const int slot = (lane_id() & 7) + (lane_id() >> 4) * 8;
-        const int mix = chunks < 8 ? slot >> 1 & 3 : mixed(slot);
-        const Words4* from = tile + slot * chunks + product / 8 * 8 + ((lane_id() >> 3 & 1) ^ mix ^ product % 8);
-        uint32_t v[4];
-        load_transposed(v, from);
-        using C = typename T::Codes;
-        multiply_halves<T>(even, C::template pair<0, 2>(v[0], v[0]), C::template pair<0, 2>(v[1], v[1]),
-            C::template pair<0, 2>(v[2], v[2]), C::template pair<0, 2>(v[3], v[3]), w.first, w.second);
-        multiply_halves<T>(odd, C::template pair<1, 3>(v[0], v[0]), C::template pair<1, 3>(v[1], v[1]),
-            C::template pair<1, 3>(v[2], v[2]), C::template pair<1, 3>(v[3], v[3]), w.first, w.second);
-    }
     static DEVICE int cell_query(int i) { return 2 * (lane_id() & 3) + (i & 1); }
-    static DEVICE int cell_column(int part, int i) {
-        if constexpr (CODED<T>) return part / 2 * 32 + 16 * (i >> 1) + 2 * (lane_id() >> 2) + part % 2;
-        else return part * 16 + (lane_id() >> 2) + 8 * (i >> 1);
-    }
+    static DEVICE int cell_column(int part, int i) { return part * 16 + (lane_id() >> 2) + 8 * (i >> 1); }
     static DEVICE bool owns() { return true; }
 };

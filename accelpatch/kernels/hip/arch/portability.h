@@ -15,19 +15,7 @@ struct alignas(16) Words4 {  // aligned, or shared memory is read word by word
     uint32_t x, y, z, w;
 };
 
-struct alignas(8) Words2 {
-    uint32_t x, y;
-};
-
 DEVICE uint32_t word_of(const Words4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-
-// A dtype of activations beside a cache of codes.
-template <class T, class CODES_> struct Coded : T {
-    using Codes = CODES_;
-};
-template <class T> constexpr bool CODED = false;
-template <class T, class CODES> constexpr bool CODED<Coded<T, CODES>> = true;
-template <class T> constexpr int CACHE_BYTES = CODED<T> ? 1 : 2;  // of a number
 
 #if defined(__HIP__)
 #include "amd.h"

@@ -5,7 +5,7 @@
 
 // What a lane's queries may see of a segment.
 template <class T, int WIDE> struct View {
-    using Tile = AttentionTile<T>;
+    using Tile = CacheTile<T>;
     const HeadStager<T, WIDE>& stager;
     const Words4* query;  // of shared memory: what the lane gives to products with keys
     // The queries' slots, and the ones before the first that they see.
@@ -31,7 +31,7 @@ template <class T, int WIDE> struct View {
 // the sum of its weights, and the weighted sums of values. SOLE: there is but one query.
 template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHEDULE> struct Softmax {
     using Stream = CacheStream<T, WIDE, BUFFER_BYTES, ONCE, SCHEDULE>;
-    using Tile = AttentionTile<T>;
+    using Tile = CacheTile<T>;
     static constexpr int SETS = Stream::SETS;
     static constexpr int OWN = SOLE ? 1 : Tile::QUERIES_PER_LANE;
     static DEVICE constexpr bool wanted(int i) { return Tile::which(i) < OWN; }  // whether a score is

@@ -183,7 +183,7 @@ template <class T, int WIDE> struct HeadStager {
         if (!mine && s.tile == 0) {
             const int64_t slot = (s.row * a.kv_heads + s.kv) * a.capacity + s.slot + token;
             t.kept = static_cast<char*>(value ? a.values : a.keys) + slot * a.size * CACHE_BYTES<T>;
-            if (CODED<T>) t.kept_scale = (value ? a.value_scales : a.key_scales) + slot;
+            if (CODED<T>) t.kept_scale = (value ? +a.value_scales : +a.key_scales) + slot;
         }
         return t;
     }

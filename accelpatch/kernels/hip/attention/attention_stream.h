@@ -8,7 +8,7 @@
 
 // ONCE: no other block reads the same keys and values.
 template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct CacheStream {
-    using Tile = AttentionTile<T>;
+    using Tile = CacheTile<T>;
     static constexpr bool CODES = CODED<T>;
     static constexpr int BYTES = CACHE_BYTES<T>;
     static constexpr int STEPS = WIDE / 32;                                             // products of a key
@@ -210,7 +210,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
     // All that a lane holds of a tile; rarely done, and rolled.
     template <int STAGE, class WORK> DEVICE void each(const WORK& work) {
         constexpr bool VALUE = STAGE / 2;
-#pragma unroll(SHARED_STAGES ? 1 : PIECES)
+#pragma unroll(SHARED_STAGES ? 1 : KEYS + VALUES)
         for (int i = 0; i < (VALUE ? VALUES : KEYS); ++i)
             work(*reinterpret_cast<std::conditional_t<PIECE_BYTES<VALUE> == 16, Words4, Words2>*>(
                      piece<VALUE>(STAGE, i)),

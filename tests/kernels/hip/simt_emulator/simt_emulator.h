@@ -108,14 +108,6 @@ template <bool FNUZ> uint32_t e4m3_nearest(float v) {  // saturated
     const int code = std::min(int(eighths) + (exponent - E4M3_LEAST<FNUZ>)*8, FNUZ ? 0x7f : 0x7e);
     return code | (std::signbit(v) && (code || !FNUZ) ? 0x80u : 0u);
 }
-DEVICE uint32_t bf16_pair_fma(uint32_t a, uint32_t b, uint32_t c) {
-    uint32_t out = 0;
-    for (int at : {0, 16}) {
-        const auto up = [at](uint32_t v) { return double(__builtin_bit_cast(float, (v >> at & 0xffffu) << 16)); };
-        out |= float_to_bf16(float(up(a) * up(b) + up(c))) << at;
-    }
-    return out;
-}
 DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {
     const auto one = [&](int at) {
         return float_to_half(std::fma(
