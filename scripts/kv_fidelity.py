@@ -37,7 +37,7 @@ from tests.support.fidelity import english_tokens, mean_kl_top1, perplexity
 
 FLOAT, DIGITS, FIRST = "auto", 5, 16  # a float cache in a recipe; digits of a key; tokens of the first prompt
 NEEDLE = "\n\nThe pass key is {0}. Remember it. {0} is the pass key.\n\n"
-QUESTION = "\n\nWhat is the pass key? The pass key is"
+QUESTION = "\n\nThe pass key is"
 
 
 class Formats:

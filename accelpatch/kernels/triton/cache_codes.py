@@ -98,6 +98,16 @@ def cache_new(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def scales_at(scales, at, here, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scales of slots, where they are `here`; of a cache without any, ones."""
+    if FORM == 0:
+        made = tl.full(at.shape, 1.0, tl.float32)
+    else:
+        made = tl.load(scales + at, mask=here, other=0.0).to(tl.float32)
+    return made
+
+
+@triton.jit
 def weighted(weight, v, by, mean, kept, seen, FORM: tl.constexpr, kind: tl.constexpr):  # type: ignore[no-untyped-def]
     """mean * kept + (weight * by) @ v: of codes v with scales `by`, or of floats. seen: where weights are not zero."""
     if FORM == 0:
@@ -105,8 +115,8 @@ def weighted(weight, v, by, mean, kept, seen, FORM: tl.constexpr, kind: tl.const
     elif kind == tl.float16:  # whose numbers end at 2^-24: the largest scale that a row sees is taken out
         most = tl.max(tl.where(seen, by[None, :], 0.0), axis=1)
         most = tl.where(most > 0.0, most, 1.0)
-        share = (weight * (by[None, :] / most[:, None])).to(kind)
-        made = mean * kept[:, None] + tl.dot(share, v, input_precision="ieee") * most[:, None]
+        scaled = (weight * (by[None, :] / most[:, None])).to(kind)
+        made = mean * kept[:, None] + tl.dot(scaled, v, input_precision="ieee") * most[:, None]
     else:
         made = mean * kept[:, None] + tl.dot((weight * by[None, :]).to(kind), v, input_precision="ieee")
     return made

@@ -36,7 +36,7 @@ from accelpatch.kernels.attention_shape import MAX_NEW_TOKENS, AttentionShape
 from accelpatch.kernels.layouts.kv_states import States
 from accelpatch.kernels.triton import launch
 from accelpatch.kernels.triton.attention_runs import added_up, begin_of, count_of, keep, prefetch, runs_of
-from accelpatch.kernels.triton.cache_codes import cache_new, decoded, pointers, weighted
+from accelpatch.kernels.triton.cache_codes import cache_new, decoded, pointers, scales_at, weighted
 from accelpatch.kernels.triton.dependent_launch import release, wait
 from accelpatch.kernels.triton.launch import cdiv
 from accelpatch.kernels.triton.rotation import angles, pair, rotated
@@ -89,10 +89,7 @@ def _over(  # type: ignore[no-untyped-def]
         both = shown[:, None] & (columns < SIZE)[None, :]  # what hidden slots hold must not matter
         k = decoded(tl.load(keys + at[:, None] * SIZE + columns[None, :], mask=both, other=0), q.dtype, FORM)
         v = decoded(tl.load(values + at[:, None] * SIZE + columns[None, :], mask=both, other=0), q.dtype, FORM)
-        k_by, v_by = 1.0, 1.0
-        if FORM != 0:
-            k_by = tl.load(k_scales + at, mask=shown, other=0.0).to(tl.float32)
-            v_by = tl.load(v_scales + at, mask=shown, other=0.0).to(tl.float32)
+        k_by, v_by = scales_at(k_scales, at, shown, FORM), scales_at(v_scales, at, shown, FORM)
         seen = shown[None, :] & (at[None, :] <= (slot + token)[:, None]) & (at[None, :] > least[:, None])
         score = _scores(q, k, k_by, scaling, softcap, seen, CAP, FORM)
         higher = tl.maximum(top, tl.max(score, axis=1))
@@ -200,36 +197,35 @@ def _ready(  # type: ignore[no-untyped-def]
 def _attend(  # type: ignore[no-untyped-def]
     qkv, positions, slot_at, mask, keys, values, k_scales, v_scales, inv_freq, q_norm, k_norm, y, sums, tops, finished,
     tokens, capacity, heads, window, scaling, softcap, rope_scaling, eps,
-    GROUP: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr, CAP: tl.constexpr,
-    SIZE: tl.constexpr, WIDE: tl.constexpr, ROTARY_DIM: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr,
-    ROWS: tl.constexpr, SOME: tl.constexpr, MAX_NEW_TOKENS: tl.constexpr, ROOM: tl.constexpr, AHEAD: tl.constexpr,
-    STAGES: tl.constexpr, DEPENDENT: tl.constexpr, FORM: tl.constexpr,
+    GROUP: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr, CAP: tl.constexpr, SIZE: tl.constexpr,
+    WIDE: tl.constexpr, ROTARY_DIM: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    SOME: tl.constexpr, MAX_NEW_TOKENS: tl.constexpr, ROOM: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     # `tokens` is no constant: one and eight of them run the same instructions
     tiles, row = tl.cdiv(tokens * GROUP, ROWS), tl.program_id(2).to(tl.int64)
-    kv, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
     if DEPENDENT:
         release()
     slot, own, low, first, last, run, end, programs = runs_of(slot_at, positions + row * tokens, tokens, window, RUN)
     if tl.program_id(0) < programs:
+        kv, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
         mask, head = mask + row * capacity, row * (heads // GROUP) + kv
-        keys, values = keys + head * capacity * SIZE, values + head * capacity * SIZE
-        if FORM != 0:
-            k_scales, v_scales = k_scales + head * capacity, v_scales + head * capacity
+        k_scales, v_scales, at = k_scales + head * capacity, v_scales + head * capacity, head * capacity * SIZE
         begin, stop = begin_of(mask, run, own, low, RUN, SLOTS, ROOM), tl.minimum(own + end * RUN, slot + tokens)
         cached, query = tl.minimum(slot, stop), tile * ROWS + tl.arange(0, ROWS)
         if DEPENDENT:
-            _read_ahead(keys, values, begin, cached, RUN, SIZE, WIDE)
+            _read_ahead(keys + at, values + at, begin, cached, RUN, SIZE, WIDE)
         all_seen = (begin >= 0) & (count_of(mask, begin, cached, ROOM) == cached - begin)
         q = _ready(
             qkv + row * tokens * ((heads + heads // GROUP * 2) * SIZE), positions + row * tokens, inv_freq,
-            q_norm, k_norm, keys, values, k_scales, v_scales, tokens, query, kv, slot, own + run * RUN, stop, heads,
-            rope_scaling, eps, GROUP, SIZE, WIDE, ROTARY_DIM, NORM, PLUS_ONE, MAX_NEW_TOKENS, DEPENDENT, FORM,
+            q_norm, k_norm, keys + at, values + at, k_scales, v_scales, tokens, query, kv, slot, own + run * RUN, stop,
+            heads, rope_scaling, eps, GROUP, SIZE, WIDE, ROTARY_DIM, NORM, PLUS_ONE, MAX_NEW_TOKENS, DEPENDENT, FORM,
         )  # fmt: skip
         held = (head * tiles + tile) * tl.cdiv(capacity, RUN) * ROWS
         top, total, mean = _scan(
-            q, keys, values, k_scales, v_scales, mask, sums + held * SIZE, tops + held * 2, query, tokens, begin, stop,
-            own, slot, window, scaling, softcap, all_seen, GROUP, CAP, RUN, SLOTS, SIZE, WIDE, ROWS, STAGES, FORM,
+            q, keys + at, values + at, k_scales, v_scales, mask, sums + held * SIZE, tops + held * 2, query, tokens,
+            begin, stop, own, slot, window, scaling, softcap, all_seen, GROUP, CAP, RUN, SLOTS, SIZE, WIDE, ROWS, STAGES,
+            FORM,
         )  # fmt: skip
         _leave(
             y + (row * tokens * heads + kv * GROUP) * SIZE, sums + held * SIZE, tops + held * 2,
