@@ -13,17 +13,17 @@ from accelpatch.device import Device
 from accelpatch.errors import PlanError
 from accelpatch.own_code.wrapped_forward import has_own_forward
 from accelpatch.patching import groups as smoothing
+from accelpatch.patching.cache_size import cache_size
 from accelpatch.patching.decoding_note import decoding_note
 from accelpatch.patching.entry import Entry, check_owners
 from accelpatch.patching.groups import Group
-from accelpatch.patching.match import ATTENTION, matches, rule_for, sites, text_config
+from accelpatch.patching.match import ATTENTION, matches, rule_for, sites
 from accelpatch.patching.placement import WHOLE, Placement
 from accelpatch.patching.replacer import Choice, Reason, Replaced, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.patching.stored import Known, float_site, nothing
 from accelpatch.patching.towers import part_notes
 from accelpatch.recipe.recipe import Recipe, Rule
-from accelpatch.recipe.schema import KV_CACHES
 from accelpatch.report import Report, human
 
 
@@ -32,8 +32,9 @@ class Plan:
     """Which site is replaced by what, and why the others stay. Making one allocates nothing and changes nothing.
 
     max_length, cache_bytes: length in tokens and bytes of the KV cache at batch 1, in the recipe's format, that `fits`
-    counts beside the weights. groups: what is smoothed together. left: notes about groups that are not. places: notes about the model's
-    parts: where they lie, and what of them generates. who_runs: says what `why` gives of the choices' specs.
+    counts beside the weights. groups: what is smoothed together. left: notes about groups that are not. places: notes
+    about the model's parts: where they lie, and what of them generates. who_runs: says what `why` gives of the choices'
+    specs.
     """
 
     model: str
@@ -103,7 +104,7 @@ class Plan:
 
     @property
     def longest(self) -> int | None:
-        """The longest context in tokens, at batch 1, whose KV cache fits beside the weights; None without such a cache."""
+        """The longest context in tokens, at batch 1, whose KV cache fits beside the weights; None without a cache."""
         if not self.cache_bytes or not self.max_length:
             return None
         return max(0, (self.device.memory - self.resident_bytes) // (self.cache_bytes // self.max_length))
@@ -289,26 +290,3 @@ def _propose_stored(site: Site, replacer: Replacer, device: Device) -> Choice | 
     if isinstance(answer, Choice) and (reason := stored.suits(answer)):
         return Reason(f"{stored.words}: {reason}")
     return replace(answer, bytes_before=site.token_bytes) if isinstance(answer, Choice) else answer
-
-
-def cache_size(model: nn.Module, wanted: int | None, form: str = "auto") -> tuple[int | None, int]:
-    """(tokens, bytes) of a batch-1 KV cache: 2 x layers x KV heads x tokens x the bytes of a head's row, in the model's
-    dtype or, of another format of KV_CACHES, with its scale.
-
-    wanted: the length in tokens; None: the model's maximum, but at most 4096. (None, 0) for models without a KV cache.
-    """
-    text = text_config(model)
-    layers, heads, hidden = (_count(text, f) for f in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-    if not (layers and heads and hidden) or getattr(text, "is_encoder_decoder", False):
-        return None, 0
-    length = wanted or min(_count(text, "max_position_embeddings") or 2048, 4096)
-    size, kv = _count(text, "head_dim") or hidden // heads, _count(text, "num_key_value_heads") or heads
-    width = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
-    number, scale = KV_CACHES[form]
-    return length, 2 * layers * kv * length * (size * (number or width) + scale)
-
-
-def _count(config: Any, name: str) -> int:
-    """A positive integer of the configuration; 0 where it is missing or of another kind (vision models have lists)."""
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) and value > 0 else 0

@@ -17,6 +17,12 @@ from accelpatch.kernels.layouts.kv_states import QuantizedStates
 from accelpatch.runtime.cpu.native_step import NATIVE
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from accelpatch.runtime.graphs.step import CAPTURED
+from accelpatch.runtime.quantized_cache import TAKEN
+from accelpatch.runtime.generation.speculation import ACCEPTED
+from accelpatch.runtime.graphs.kv_cache import CapturedLayer
+from accelpatch.fusion.cached import Cached
+from tests.support.drafting import as_on_a_gpu
+from tests.support.drafting import pair as with_lookup
 from tests.support.rounded_cache import RoundingCache, rounded
 from tests.support.tiny import CAUSAL, full_batch, padded_batch
 
@@ -148,3 +154,77 @@ def test_a_copy_has_the_same_format(machine: str) -> None:
 def test_an_unknown_format() -> None:
     with pytest.raises(RecipeError, match=r"kv_cache.*int8"):
         accelpatch.patch(CAUSAL["llama"].make(), {"extends": "exact", "runtime": {"kv_cache": "int4"}})
+
+
+# transformers' own quantised cache, asked for by a script
+ASKED: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "quantized"}
+
+
+    @pytest.mark.parametrize("config, form", [({"backend": "fp8"}, "fp8"), ({"backend": "hqq", "nbits": 8}, "int8")])
+def test_a_quantized_cache_in_8_bits_is_ours(machine: str, config: dict[str, Any], form: str) -> None:
+    _, model = pair("llama", "auto")
+    _, due = pair("llama", form)
+    batch = padded_batch()
+    before = model.generate(**batch, max_new_tokens=8, do_sample=False)
+    made = model.generate(**batch, **ASKED, cache_config=config)
+    wanted = due.generate(**batch, max_new_tokens=8, do_sample=False)
+    assert torch.equal(made, wanted)
+    assert torch.equal(before, model.generate(**batch, max_new_tokens=8, do_sample=False))
+    assert of_steps(model) == 3 * 7
+    assert model.accelpatch.report().paths[TAKEN.format(form)] == 1
+
+
+def test_a_quantized_cache_in_4_bits_stays_stock_s(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = pair("llama", "auto")
+
+    class QuantizedCache(DynamicCache):
+        """In place of transformers', which needs a package."""
+
+        def __init__(backend: str, config: Any, **given: Any):
+            super().__init__(config=config)
+            assert (backend, given) == ("quanto", {"nbits": 4})
+
+    monkeypatch.setattr("transformers.generation.utils.QuantizedCache", QuantizedCache)
+    model.generate(**full_batch(), **ASKED, cache_config={"backend": "quanto", "nbits": 4})
+    assert of_steps(model) == 0
+    assert any("groups of 2 or 4 bits" in path for path in model.accelpatch.report().paths)
+
+
+def test_without_steps_a_quantized_cache_stays_stock_s() -> None:
+    """Else the tokens would lie in floats."""
+    model = accelpatch.patch(CAUSAL["gpt2"].make(), "exact", verify=False)
+    assert not vars(model)[RUNTIME].takes_format(model)
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_prompt_lookup(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens and the same cache, bit for bit, with draft tokens as without."""
+    as_on_a_gpu(monkeypatch)
+    drafting, plain = with_lookup(more=f", kv_cache: {form}")
+    ids = torch.randint(2, 90, (1, 30), generator=torch.Generator().manual_seed(2)).repeat(1, 2)
+    given = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    mine, due = (model.generate(ids, **given) for model in (drafting, plain))
+    assert torch.equal(mine.sequences, due.sequences)
+    assert all(torch.equal(one, other) for one, other in zip(mine.logits, due.logits, strict=True))
+    assert all(torch.equal(a.keys, b.keys) for a, b in zip(mine[CACHE].layers, due[CACHE].layers, strict=True))
+    assert drafting.accelpatch.report().paths[ACCEPTED] > 0
+
+
+def test_a_prompt_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a prompt is cut changes nothing: every part attends to what the cache holds."""
+    as_on_a_gpu(monkeypatch)
+    _, model = pair("llama", "int8")
+    batch, given = full_batch(40), {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    made = [
+        model.generate(**batch, **given, prefill_chunk_size=size, output_logits=True, return_dict_in_generate=True)
+        for size in (None, 16, 7)
+    ]
+    for one in made[1:]:
+        torch.testing.assert_close(torch.stack(one.logits), torch.stack(made[0].logits), rtol=0, atol=2e-3)
+
+
+def test_a_cache_of_codes_stays_as_it_is() -> None:
+    """SmoothQuant's OPT caches int8 codes with static scales of its own: the layout of a float model is none for it."""
+    layer = CapturedLayer(Cached(0, 2, (8, 8), torch.int8, torch.device("cpu")), 1, 16, torch.zeros(1).long(), "fp8")
+    assert layer.keys.dtype == torch.int8
+    assert type(layer.keys) is Tensor

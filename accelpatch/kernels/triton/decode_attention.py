@@ -224,8 +224,8 @@ def _attend(  # type: ignore[no-untyped-def]
         held = (head * tiles + tile) * tl.cdiv(capacity, RUN) * ROWS
         top, total, mean = _scan(
             q, keys + at, values + at, k_scales, v_scales, mask, sums + held * SIZE, tops + held * 2, query, tokens,
-            begin, stop, own, slot, window, scaling, softcap, all_seen, GROUP, CAP, RUN, SLOTS, SIZE, WIDE, ROWS, STAGES,
-            FORM,
+            begin, stop, own, slot, window, scaling, softcap, all_seen, GROUP, CAP, RUN, SLOTS, SIZE, WIDE, ROWS,
+            STAGES, FORM,
         )  # fmt: skip
         _leave(
             y + (row * tokens * heads + kv * GROUP) * SIZE, sums + held * SIZE, tops + held * 2,

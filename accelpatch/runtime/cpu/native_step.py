@@ -29,6 +29,7 @@ from accelpatch.runtime.cpu.mixed_step import Places, mixed_step
 from accelpatch.runtime.cpu.native_cache import Store, stored
 from accelpatch.runtime.cpu.torch_threads import all_threads
 from accelpatch.runtime.model_runtime import ModelRuntime
+from accelpatch.runtime.quantized_cache import format_of_cache
 from accelpatch.runtime.watch import Watch
 
 NATIVE = "native step"
@@ -84,7 +85,7 @@ class NativeRuntime(ModelRuntime):
             self.paths[f"modules: {reason}"] += 1
             return None
         assert reading.model is not None
-        contents = stored(cache, ids.shape[0], reading.model, self.form)
+        contents = stored(cache, ids.shape[0], reading.model, format_of_cache(cache, self.form))
         if isinstance(contents, str):
             self.paths[f"modules: {contents}"] += 1
             return None
@@ -118,6 +119,10 @@ class NativeRuntime(ModelRuntime):
         contents.grow()
         self.paths[NATIVE] += 1
         return logits
+
+    def takes_format(self, model: nn.Module) -> bool:
+        """Whether a call's cache may come to lie in a format that the call asks for."""
+        return self.steps(model)
 
     def steps(self, model: nn.Module) -> bool:
         """Whether the model, as it is now, has native steps."""

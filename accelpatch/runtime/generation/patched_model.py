@@ -43,6 +43,7 @@ from accelpatch.runtime.generation.weight_methods import (
 )
 from accelpatch.runtime.graphs.capture import GRAPHS
 from accelpatch.runtime.graphs.runtime import CapturedRuntime
+from accelpatch.runtime.quantized_cache import FORMAT, TAKEN, format_asked, with_dynamic_cache
 
 RUNTIME = "_accelpatch_runtime"  # the attribute of a patched model that holds its runtime
 WITHOUT_PADDING = "without padding"
@@ -164,9 +165,16 @@ def _marking(cls: Any, name: str) -> Any:
 
     @functools.wraps(getattr(cls, name))
     def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        brought = model_kwargs.get(CACHE)
-        prepared = getattr(cls, name)(self, generation_config, model_kwargs, *args, **kwargs)
+        brought, runtime = model_kwargs.get(CACHE), vars(self).get(RUNTIME)
+        form = None if runtime is None or brought is not None else format_asked(generation_config)
+        if form is not None and not runtime.takes_format(self):
+            form = None
+        given = generation_config if form is None else with_dynamic_cache(generation_config)
+        prepared = getattr(cls, name)(self, given, model_kwargs, *args, **kwargs)
         cache: Any = model_kwargs.get(CACHE)
+        if form is not None:
+            setattr(cache, FORMAT, form)
+            runtime.paths[TAKEN.format(form)] += 1
         parts = [cache.self_attention_cache] if type(cache) is EncoderDecoderCache else [cache]
         for part in parts:
             if type(part) is DynamicCache:

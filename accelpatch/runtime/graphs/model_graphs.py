@@ -242,28 +242,30 @@ class CapturedModel:
 
 
 class AdapterStates:
-    """What was captured of a model in each state of its adapters: the names of the active ones, in their order.
+    """What was captured of a model in each state of its adapters: the names of the active ones, in their order, and the
+    format of the KV cache.
 
     present: of the state that it is in. memory: of all graphs.
     """
 
     def __init__(self, speculate: bool, form: str = FLOAT):
-        self.memory, self._speculate, self._form = GraphMemory(), speculate, form
+        self.memory, self._speculate = GraphMemory(), speculate
         self.present = CapturedModel(self.memory, speculate, form)
         self._name: tuple[str, ...] = ()
         self._others: OrderedDict[tuple[str, ...], CapturedModel] = OrderedDict()
 
-    def begin(self, name: tuple[str, ...]) -> None:
-        """Say which state the model is in, before anything is captured of it."""
+    def begin(self, name: tuple[str, ...], form: str) -> None:
+        """Say which state the model is in, before anything is captured of it. form: of the KV cache."""
         self._name = name
+        self.present.form = form
 
-    def switch(self, name: tuple[str, ...]) -> None:
+    def switch(self, name: tuple[str, ...], form: str) -> None:
         """Make another state the present one, with what was captured of the model when it was last in it."""
         if name == self._name:
             return
         self._others[self._name] = self.present
         known = name in self._others
-        self.present = self._others.pop(name) if known else CapturedModel(self.memory, self._speculate, self._form)
+        self.present = self._others.pop(name) if known else CapturedModel(self.memory, self._speculate, form)
         self._name = name
         while len(self._others) > STATES:
             self._others.popitem(last=False)

@@ -24,6 +24,7 @@ from accelpatch.runtime.graphs.model_graphs import AdapterStates, CapturedModel
 from accelpatch.runtime.graphs.multimodal_parts import part_outputs
 from accelpatch.runtime.graphs.step import CapturedStep
 from accelpatch.runtime.model_runtime import ModelRuntime
+from accelpatch.runtime.quantized_cache import format_of_cache
 from accelpatch.runtime.watch import Watch
 
 
@@ -42,7 +43,7 @@ class CapturedRuntime(ModelRuntime):
         kv_cache: str = "auto",
     ):  # fmt: skip
         super().__init__(graph, cache, max_length, speculate, kv_cache)
-        self._form = kv_cache if kv_cache != "auto" else FLOAT
+        self._form = self._present_form = kv_cache if kv_cache != "auto" else FLOAT
         self.lock = threading.RLock()
         self.max_length = max_length
         self._speculate = speculate != "off"
@@ -105,6 +106,17 @@ class CapturedRuntime(ModelRuntime):
         if not self.captured.learned:
             self._learn(model, given)
         return self.captured.why_not is None
+
+    def takes_format(self, model: nn.Module) -> bool:
+        """Whether a call's cache may come to lie in a format that the call asks for."""
+        if getattr(model.config, "is_encoder_decoder", False):
+            return False
+        with self.alone() as alone:
+            return alone and self.why_not(model) is None
+
+    def use_format(self, cache: Any) -> None:
+        """Steps are those of the format that a call's cache asks for, or the recipe's; the lock must be held."""
+        self._present_form = format_of_cache(cache, self._form)
 
     def fused(self, model: nn.Module) -> tuple[FusedModel | None, list[int]]:
         """The model's fused layers, if it has any, and the indices of layers with hooks, which must run as modules."""
@@ -247,9 +259,9 @@ class CapturedRuntime(ModelRuntime):
             self.close()
             self._watch = Watch(model)
             self._flags = self._watch.flags()
-            self._states.begin(self._watch.adapters())
+            self._states.begin((*self._watch.adapters(), self._present_form), self._present_form)
         else:
-            self._states.switch(self._watch.adapters())
+            self._states.switch((*self._watch.adapters(), self._present_form), self._present_form)
 
     def _fuse(self, model: nn.Module) -> None:
         self._watch = None  # the Watch would keep the old weights alive beside the new
