@@ -13,14 +13,14 @@ from transformers import DynamicCache
 import accelpatch
 from accelpatch.errors import RecipeError
 from accelpatch.fusion.cache_name import CACHE
+from accelpatch.fusion.cached import Cached
 from accelpatch.kernels.layouts.kv_states import QuantizedStates
 from accelpatch.runtime.cpu.native_step import NATIVE
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs.step import CAPTURED
-from accelpatch.runtime.quantized_cache import TAKEN
 from accelpatch.runtime.generation.speculation import ACCEPTED
 from accelpatch.runtime.graphs.kv_cache import CapturedLayer
-from accelpatch.fusion.cached import Cached
+from accelpatch.runtime.graphs.step import CAPTURED
+from accelpatch.runtime.quantized_cache import TAKEN
 from tests.support.drafting import as_on_a_gpu
 from tests.support.drafting import pair as with_lookup
 from tests.support.rounded_cache import RoundingCache, rounded
@@ -160,7 +160,7 @@ def test_an_unknown_format() -> None:
 ASKED: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "quantized"}
 
 
-    @pytest.mark.parametrize("config, form", [({"backend": "fp8"}, "fp8"), ({"backend": "hqq", "nbits": 8}, "int8")])
+@pytest.mark.parametrize("config, form", [({"backend": "fp8"}, "fp8"), ({"backend": "hqq", "nbits": 8}, "int8")])
 def test_a_quantized_cache_in_8_bits_is_ours(machine: str, config: dict[str, Any], form: str) -> None:
     _, model = pair("llama", "auto")
     _, due = pair("llama", form)
