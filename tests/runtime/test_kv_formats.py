@@ -180,7 +180,7 @@ def test_a_quantized_cache_in_4_bits_stays_stock_s(machine: str, monkeypatch: py
     class QuantizedCache(DynamicCache):
         """In place of transformers', which needs a package."""
 
-        def __init__(backend: str, config: Any, **given: Any):
+        def __init__(self, backend: str, config: Any, **given: Any):
             super().__init__(config=config)
             assert (backend, given) == ("quanto", {"nbits": 4})
 
