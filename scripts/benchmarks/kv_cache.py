@@ -26,7 +26,8 @@ from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.kv_states import FLOAT, floats, tensors_of, zeros
 from accelpatch.kernels.ops.attention import decode_attention
-from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.recipe.recipe import Runtime
+from accelpatch.runtime.generation.patched_model import RUNTIME, new_runtime
 from scripts.benchmarks.engines import random_model
 from scripts.benchmarks.harness import Option, Table, cases, common
 
@@ -102,27 +103,32 @@ def kernels(asked: argparse.Namespace) -> Table:
 def steps(asked: argparse.Namespace) -> Table:
     """Captured steps of the model."""
     printed = Table("a captured step, all layers")
-    for recipe, case in itertools.product(asked.recipes, asked.cases):
-        rows, context = map(int, case.split("x"))
-        plain = 0.0
-        for form in ("auto", *asked.formats):
-            taken, held, way = _step(asked, recipe, form, rows, context)
-            plain = plain or taken
-            row = {"recipe": recipe, "case": case, "cache": form, "step, ms": taken, "times": plain / taken}
-            printed.add(row | {"cache, GB": held / 1e9, "way": way})
-            _free()
+    for recipe in asked.recipes:
+        model = random_model(asked)
+        accelpatch.patch(model, recipe, verify=False, keep_original="none")
+        for case in asked.cases:
+            plain = 0.0
+            for form in ("auto", *asked.formats):
+                taken, held, way = _step(model, asked, form, *map(int, case.split("x")))
+                plain = plain or taken
+                row = {"recipe": recipe, "case": case, "cache": form, "step, ms": taken, "times": plain / taken}
+                printed.add(row | {"cache, GB": held / 1e9, "way": way})
+        del model
+        _free()
     return printed
 
 
-def _step(asked: argparse.Namespace, recipe: str, form: str, rows: int, context: int) -> tuple[float, int, str]:
+def _step(model: Any, asked: argparse.Namespace, form: str, rows: int, context: int) -> tuple[float, int, str]:
     """(milliseconds, bytes of the cache, how it ran) of a step behind `context` - 1 tokens."""
-    model = random_model(asked)
-    wanted = {"extends": recipe, "runtime": {"kv_cache": form}}
-    accelpatch.patch(model, wanted, verify=False, keep_original="none")
-    runtime: Any = vars(model)[RUNTIME]
+    former: Any = vars(model)[RUNTIME]
+    runtime: Any = new_runtime(model.device.type, Runtime(kv_cache=form))
+    runtime.code, runtime.unfused = former.code, former.unfused
+    former.close()  # its caches
+    vars(model)[RUNTIME] = runtime
+    _free()
     with runtime.alone():
         if reason := runtime.why_not(model):
-            raise SystemExit(f"{recipe}: no captured steps: {reason}")
+            raise SystemExit(f"no captured steps: {reason}")
         step = runtime.step(model, rows, context)
         step.show(context - 1, None)
         found = []
