@@ -193,6 +193,7 @@ def _ready(  # type: ignore[no-untyped-def]
     return rotated(value, other, others, columns, cos, sin, q_norm, eps, SIZE, ROTARY_DIM, NORM, PLUS_ONE)
 
 
+# `tokens` is no constant: one and eight of them run the same instructions
 @triton.jit(do_not_specialize=["tokens"])
 def _attend(  # type: ignore[no-untyped-def]
     qkv, positions, slot_at, mask, keys, values, k_scales, v_scales, inv_freq, q_norm, k_norm, y, sums, tops, finished,
@@ -202,7 +203,6 @@ def _attend(  # type: ignore[no-untyped-def]
     SOME: tl.constexpr, MAX_NEW_TOKENS: tl.constexpr, ROOM: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    # `tokens` is no constant: one and eight of them run the same instructions
     tiles, row = tl.cdiv(tokens * GROUP, ROWS), tl.program_id(2).to(tl.int64)
     if DEPENDENT:
         release()
