@@ -43,6 +43,8 @@ KERNELS = (
     "experts_int4_64",
     "int4_gemm",
     "decode_attention",
+    "decode_attention_int8",
+    "decode_attention_fp8",
 )
 ARCHS = {"gfx90a": None, "gfx942": 9402, "gfx950": 9500}  # the ISA version where the distribution's libraries lack it
 BITCODE = Path("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode")

@@ -34,6 +34,7 @@ TOPICS = {
     "start": "Time patch() to the first token in processes that have just begun.",
     "checks": "Time the checks before each call and each step.",
     "attention": "Time the attention of a decode step beside torch's.",
+    "kv_cache": "Time decode attention and steps over KV caches in 8 bits.",
     "flash": "Time the attention of prompts by every implementation.",
     "gemv": "Time the HIP products of 1 to 8 tokens beside their peers.",
     "gemm_search": "Compare the search of `tune hipblaslt` with a sweep of all choices.",

@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from gates.attention import PROMPT, kernels_of_attention, kernels_of_int8_attention
 from gates.blocks import kernels_of_blocks
 from gates.builds import ARCHS, Build, compiled, impatient, no_matrix_unit, slow_on_hopper
+from gates.decode_attention import TYPES, kernels_of_decode_attention
 from gates.experts import kernels_of_experts
 from gates.rows import NORM, kernels_of_rows
 
 from accelpatch.errors import CompileError
 from accelpatch.kernels.triton import (
-    decode_attention,
     dequantize,
     gated_activation,
     gemm,
@@ -64,23 +64,6 @@ def of_tile(tile: gemm.Block) -> dict[str, int]:
     return {"TILE_M": tile.tokens, "TILE_N": tile.rows, "TILE_K": tile.columns}
 
 
-ATTENTION = ("*bf16", *("*i64",) * 3, "*bf16", "*bf16", "*fp32", *("*bf16",) * 3, "*fp32", "*fp32", "*i32",
-             *("i32",) * 4, *("fp32",) * 4)  # fmt: skip
-SHAPE = {
-    "GROUP": 4, "NORM": False, "PLUS_ONE": False, "CAP": False, "SIZE": 128, "WIDE": 128, "ROTARY_DIM": 128,
-    "RUN": decode_attention.RUN, "SLOTS": decode_attention.SLOTS, "ROWS": decode_attention.ROWS,
-    "SOME": 4, "MAX_NEW_TOKENS": decode_attention.MAX_NEW_TOKENS, "ROOM": decode_attention.ROOM,
-    "AHEAD": decode_attention.AHEAD,
-    "STAGES": decode_attention.STAGES, "DEPENDENT": False,
-}  # fmt: skip
-SHAPES = {
-    "128": {},
-    "128 with norms": {"NORM": True},
-    "64, groups of 16": {"SIZE": 64, "WIDE": 64, "ROTARY_DIM": 64, "GROUP": 16, "SOME": 16},
-    "80": {"SIZE": 80, "ROTARY_DIM": 32},
-    "256 with all": {"SIZE": 256, "WIDE": 256, "SLOTS": decode_attention.SLOTS // 2, "ROTARY_DIM": 256, "NORM": True,
-                     "PLUS_ONE": True, "CAP": True},
-}  # fmt: skip
 BY_ROWS = {"GATE": False, "BIAS": True, "EVEN": True, "DEPENDENT": False}
 TILED = {"KIND": 2, "GROUP": 128, "GROUPS": 1}
 #: values that share a scale, and such groups in a step of K, for each kind of 4 bits
@@ -156,12 +139,7 @@ BUILDS = {
         )
         for name, code in (("silu", 0), ("gelu", 1), ("gelu_tanh", 2))
     },
-    **{
-        f"decode_attention {name}": Build(
-            decode_attention._attend, ATTENTION, SHAPE | changes, decode_attention.WARPS, 176
-        )
-        for name, changes in SHAPES.items()
-    },
+    **{name: Build(*given) for name, given in kernels_of_decode_attention().items()},
     **{
         f"a prompt's q, k and v{name}": Build(
             prompt_attention._rotate,
@@ -261,7 +239,7 @@ def checks() -> Iterator[Check]:
         for arch in build.archs:
             yield arch, name, partial(spilled, arch, build)
     # attention alone reads before it waits: what earlier steps have cached
-    hopper = {name: one for name, one in BUILDS.items() if one.archs != ("gfx942",) and one.types is not ATTENTION}
+    hopper = {name: one for name, one in BUILDS.items() if one.archs != ("gfx942",) and one.types not in TYPES}
     for name, build in hopper.items():
         if "DEPENDENT" in build.constants and not build.amd_alone:
             yield "sm_90", name, partial(impatient, build)

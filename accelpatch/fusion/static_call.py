@@ -11,6 +11,7 @@ from torch import Tensor
 from accelpatch.fusion.call import Movable, is_whole, run_module
 from accelpatch.fusion.decoder import layers_of
 from accelpatch.fusion.module_cache import ModuleCache
+from accelpatch.kernels.layouts.kv_states import floats
 from accelpatch.kernels.ops.attention.decode_attention import decode_attention_
 from accelpatch.kernels.ops.attention.prompt_attention import Shown, module_mask, prompt_attention_, shown
 
@@ -119,7 +120,7 @@ class _Slots(ModuleCache):
 
     def states(self, place: int) -> tuple[Tensor, Tensor]:
         """As in ModuleCache."""
-        return self._cache.layers[place].keys, self._cache.layers[place].values
+        return floats(self._cache.layers[place].keys), floats(self._cache.layers[place].values)
 
 
 class _Next(ModuleCache):
@@ -134,7 +135,8 @@ class _Next(ModuleCache):
         held, end = self._cache.layers[place], self.start + self.length
         held.keys[:, :, self.start : end] = keys
         held.values[:, :, self.start : end] = values
-        return (held.keys[:, :, :end], held.values[:, :, :end]) if self.start else (keys, values)
+        own = self.start == 0 and isinstance(held.keys, Tensor)  # else it attends to what the cache makes of them
+        return (keys, values) if own else (held.keys[:, :, :end], held.values[:, :, :end])
 
     def states(self, place: int) -> tuple[Tensor, Tensor]:
         """As in ModuleCache."""

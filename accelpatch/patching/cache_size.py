@@ -7,10 +7,13 @@ from typing import Any
 from torch import nn
 
 from accelpatch.patching.match import text_config
+from accelpatch.recipe.schema import KV_CACHES
 
 
-def cache_size(model: nn.Module, wanted: int | None) -> tuple[int | None, int]:
-    """(tokens, bytes) of a batch-1 KV cache in the model's dtype: 2 x layers x KV heads x head size x tokens.
+def cache_size(model: nn.Module, wanted: int | None, form: str = "auto") -> tuple[int | None, int]:
+    """(tokens, bytes) of a batch-1 KV cache: 2 x layers x KV heads x tokens x the bytes of a head's row, in the model's
+    dtype or, of another format of KV_CACHES, with its scale.
+
 
     wanted: the length in tokens; None: the model's maximum, but at most 4096. (None, 0) for models without a KV cache.
     """
@@ -20,13 +23,15 @@ def cache_size(model: nn.Module, wanted: int | None) -> tuple[int | None, int]:
         return None, 0
     length = wanted or min(_count(text, "max_position_embeddings") or 2048, 4096)
     width = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
+    number, scale = KV_CACHES[form]
     # Layers of one model may differ in their heads: transformers then gives each layer a configuration of its own.
     each = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * layers
-    values = sum(
-        (_count(one, "num_key_value_heads") or heads) * (_count(one, "head_dim") or hidden // heads)
+    row_bytes = sum(
+        (_count(one, "num_key_value_heads") or heads)
+        * ((_count(one, "head_dim") or hidden // heads) * (number or width) + scale)
         for one in each[: layers - _count(text, "num_kv_shared_layers")]
     )
-    return length, 2 * values * length * width
+    return length, 2 * length * row_bytes
 
 
 def _count(config: Any, name: str) -> int:

@@ -31,9 +31,10 @@ from accelpatch.report import Report, human
 class Plan:
     """Which site is replaced by what, and why the others stay. Making one allocates nothing and changes nothing.
 
-    max_length, cache_bytes: length in tokens and bytes of the KV cache at batch 1 that `fits` counts beside the
-    weights. groups: what is smoothed together. left: notes about groups that are not. places: notes about the model's
-    parts: where they lie, and what of them generates. who_runs: says what `why` gives of the choices' specs.
+    max_length, cache_bytes: length in tokens and bytes of the KV cache at batch 1, in the recipe's format, that `fits`
+    counts beside the weights. groups: what is smoothed together. left: notes about groups that are not. places: notes
+    about the model's parts: where they lie, and what of them generates. who_runs: says what `why` gives of the choices'
+    specs.
     """
 
     model: str
@@ -87,6 +88,7 @@ class Plan:
             asked["runtime.speculate"] = runtime.speculate != "off"
             asked["runtime.tunableop"] = runtime.tunableop is not None
         asked["runtime.inductor"] = bool(runtime.inductor) and runtime.compile == "off"
+        asked["runtime.kv_cache"] = runtime.kv_cache != "auto" and not self.cache_bytes
         asked["calibrate"] = self.recipe.calibrate is not None and not self.calibrates
         return [f"{key} is set and has no effect here" for key, is_set in asked.items() if is_set]
 
@@ -99,6 +101,13 @@ class Plan:
     def fits(self) -> bool:
         """Whether the patched weights and the KV cache fit the device's memory."""
         return self.resident_bytes + self.cache_bytes <= self.device.memory
+
+    @property
+    def longest(self) -> int | None:
+        """The longest context in tokens, at batch 1, whose KV cache fits beside the weights; None without a cache."""
+        if not self.cache_bytes or not self.max_length:
+            return None
+        return max(0, (self.device.memory - self.resident_bytes) // (self.cache_bytes // self.max_length))
 
     def detached(self) -> Plan:
         """A copy that holds no reference to the model's modules."""
@@ -119,14 +128,18 @@ class Plan:
         facts = self.report().to_dict()
         for key in ("verification", "seconds", "paths"):
             del facts[key]
-        memory = {"device_bytes": self.device.memory, "cache_bytes": self.cache_bytes, "max_length": self.max_length}
+        memory = {"device_bytes": self.device.memory, "cache_bytes": self.cache_bytes, "max_length": self.max_length,
+                  "longest": self.longest}  # fmt: skip
         return facts | {"arch": self.device.arch, "memory": memory | {"fits": self.fits}}
 
     def __str__(self) -> str:
         report = self.report()
         verdict = "fits" if self.fits else "does NOT fit"
-        cache = f" + cache {human(self.cache_bytes)} at {self.max_length} tokens" if self.cache_bytes else ""
+        form = self.recipe.runtime.kv_cache
+        kind = "" if form == "auto" else f" in {form}"
+        cache = f" + cache {human(self.cache_bytes)} at {self.max_length} tokens{kind}" if self.cache_bytes else ""
         memory = f"memory: weights {human(self.resident_bytes)}{cache} {verdict} {human(self.device.memory)}"
+        memory += f"; at batch 1 a context of {self.longest} tokens fits" if self.longest else ""
         return "\n".join([*report.lines(f" ({self.device.arch})"), memory, *report.notes])
 
 
@@ -152,7 +165,7 @@ def make_plan(
     check_owners(entries)
     entries = _completed(entries, device)
     name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
-    length, cache = cache_size(model, recipe.runtime.max_length)
+    length, cache = cache_size(model, recipe.runtime.max_length, recipe.runtime.kv_cache)
     smooths = {site.path: entry.replacer.smooths for entry in entries if entry.replacer for site in entry.sites}
     wanted = groups if (recipe.calibrate or {}).get("alpha") is not None else ()
     modules = [(site.path, site.module) for entry in entries for site in entry.sites if site.module is not None]

@@ -54,13 +54,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Runtime:
-    """How the patched model runs: the values of CACHES, GRAPHS, SPECULATIONS, PADDINGS and COMPILES in
+    """How the patched model runs: the values of CACHES, GRAPHS, SPECULATIONS, KV_CACHES, PADDINGS and COMPILES in
     recipe/schema.py."""
 
     cache: str = "auto"
     graph: str = "auto"
     max_length: int | None = None  # the most tokens of a sequence
     speculate: str = "off"
+    kv_cache: str = "auto"  # the format of cached keys and values; auto: the model's dtype
     padding: str = "remove"  # of batches that encoders take; "keep" computes it
     loss: str = "whole"  # in training; "chunked" holds no more than a part of the logits at once
     compile: str = "off"  # torch.compile's mode for what no fused layer takes

@@ -18,6 +18,8 @@ ROLES = (
 CACHES = ("auto", "stock")
 GRAPHS = ("auto", "off")
 SPECULATIONS = ("off", "prompt_lookup")
+# Layout of the KV cache -> bytes of a number, and of the scale of a head's row; "auto": numbers of the model's dtype.
+KV_CACHES: Mapping[str, tuple[int, int]] = {"auto": (0, 0), "bf16": (2, 0), "int8": (1, 2), "fp8": (1, 2)}
 PADDINGS = ("remove", "keep")
 LOSSES = ("whole", "chunked")
 COMPILES = ("off", "default", "reduce-overhead", "max-autotune")
@@ -275,6 +277,7 @@ READERS: Mapping[str, Mapping[str, Reader]] = {
         "graph": _choice(GRAPHS),
         "max_length": _unless_null(_integer(1)),
         "speculate": _choice(SPECULATIONS),
+        "kv_cache": _choice(KV_CACHES),
         "padding": _choice(PADDINGS),
         "loss": _choice(LOSSES),
         "compile": _choice(COMPILES),

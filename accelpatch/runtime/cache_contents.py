@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from accelpatch.kernels.layouts.kv_states import States, copy_first_, tensors_of
+
 OWN_CACHE = "_accelpatch_own"  # attribute of a cache: whether generate() made it for the call that runs
 WITHOUT = "DummyLayer"  # transformers' class of the layers of a cache that store nothing
 
@@ -24,7 +26,8 @@ WITHOUT = "DummyLayer"  # transformers' class of the layers of a cache that stor
 class Contents:
     """`length` tokens of each layer of one of transformers' caches, in the first slots of a static cache.
 
-    static: has layers with keys, values[B, Hkv, capacity, D], and `of_one_cache` where no other cache's tokens come to
+    static: has layers with keys, values[B, Hkv, capacity, D] (States of kernels/layouts/kv_states.py: tensors, or what
+    is read and written by indices as they are, in 8 bits), and `of_one_cache` where no other cache's tokens come to
     lie there. Within a step, whose token lies behind the others, a layer has it as soon as the step has run that layer.
     """
 
@@ -73,11 +76,11 @@ class Contents:
     def view(self, place: int, name: str) -> Tensor | None:
         """What a layer keeps of its keys or values, where it lies; None where somebody else may write there later."""
         with self._lock:
-            if self._detached or not getattr(self.static, "of_one_cache", False):
+            tensor: States = getattr(self.static.layers[place], name)
+            if self._detached or not getattr(self.static, "of_one_cache", False) or not isinstance(tensor, Tensor):
                 return None
             self._viewed = True
             count = self.count(place)
-            tensor: Tensor = getattr(self.static.layers[place], name)
             return tensor[:, :, _first_kept(self._windows[place], count) : count]
 
     def reorder(self, place: int, rows: Tensor) -> bool:
@@ -86,7 +89,7 @@ class Contents:
         with self._lock, torch.no_grad():
             if self._detached or self._ahead or self._viewed or len(rows) != len(held.keys):
                 return False
-            for tensor in (held.keys, held.values):
+            for tensor in (*tensors_of(held.keys), *tensors_of(held.values)):
                 filled = tensor[:, :, : self.length]
                 filled.copy_(filled.index_select(0, rows.to(tensor.device)))
             return True
@@ -262,17 +265,16 @@ def attach(cache: Any, static: Any, kind: type[Held] = Contents) -> Held:  # typ
             layer._contents.detach()
     for layer, held in zip(layers if length else (), static.layers, strict=False):
         first = length - layer.keys.shape[2]
-        held.keys[:, :, first:length].copy_(layer.keys)
-        held.values[:, :, first:length].copy_(layer.values)
+        held.keys[:, :, first:length] = layer.keys
+        held.values[:, :, first:length] = layer.values
     return kind(layers, static, length)
 
 
 def copy_slots(static: Any, larger: Any) -> None:
     """Copy all slots of a static cache to the first ones of a larger one."""
     for held, new in zip(static.layers, larger.layers, strict=True):
-        capacity = held.keys.shape[2]
-        new.keys[:, :, :capacity].copy_(held.keys)
-        new.values[:, :, :capacity].copy_(held.values)
+        copy_first_(held.keys, new.keys)
+        copy_first_(held.values, new.values)
 
 
 def window_of(layer: Any) -> int:

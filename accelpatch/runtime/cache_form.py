@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from accelpatch.fusion.cached import Cached
 from accelpatch.runtime.cache_contents import ATTACHED, DETACHED, attached, storing, window_of
+from accelpatch.runtime.quantized_cache import QUANTIZED
 
 # Methods that steps and fused layers over a cache stand for: one that is set on an instance is called by modules alone.
 METHODS = frozenset({"update", "get_seq_length", "get_mask_sizes", "crop", "reorder_cache"})
@@ -23,7 +24,8 @@ METHODS = frozenset({"update", "get_seq_length", "get_mask_sizes", "crop", "reor
 def why_not(cache: Any) -> str | None:
     """Why only the modules can continue a cache, whatever the model; None where steps and fused layers can, too."""
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
-        return f"the cache is a {type(cache).__name__}"
+        packed = ", whose groups of 2 or 4 bits no kernel reads" if type(cache).__name__ == QUANTIZED else ""
+        return f"the cache is a {type(cache).__name__}{packed}"
     if not METHODS.isdisjoint(vars(cache)):
         return "the cache has a method of its own on the instance"
     layers = storing(cache)

@@ -36,6 +36,12 @@ FUNCTIONS: Mapping[str, Function] = {
         ("attention/decode_attention.hip", "attention/decode_attention_one.hip"),
         {str(width): width for width in WIDTHS},
     ),
+    **{
+        f"decode_attention_{cache}": Function(
+            (f"attention/decode_attention_{cache}.hip",), {str(width): width for width in WIDTHS}, ("bf16",)
+        )
+        for cache in ("int8", "fp8")  # formats of the KV cache
+    },
     "gemv": Function(("gemv/gemv.hip",)),
     "gemv_int8": Function(("gemv/gemv_int8.hip",), {"rows": 0, "g32": 32, "g64": 64}),
     "gemv_int4": Function(("gemv/gemv_int4.hip",), OFFSETS),

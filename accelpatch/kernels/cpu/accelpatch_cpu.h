@@ -16,9 +16,10 @@ extern "C" {
 
 enum { AP_OK = 0, AP_BAD_ARGUMENT = 1, AP_NO_MEMORY = 2, AP_UNSUPPORTED = 3 };
 enum { AP_ISA_PORTABLE = 0, AP_ISA_AVX2 = 1, AP_ISA_AVX512 = 2, AP_ISA_DOTPROD = 3 };
-enum { AP_FLOAT32 = 0, AP_BFLOAT16 = 1, AP_FLOAT16 = 2 };         /* element types of x and y */
-enum { AP_NO_OFFSET = 0, AP_MINIMUM = 1, AP_ZERO_POINT = 2 };     /* of AP_INT4 and AP_INT3 */
-enum { AP_SILU = 0, AP_GELU = 1, AP_GELU_TANH = 2, AP_RELU = 3 }; /* activations */
+enum { AP_FLOAT32 = 0, AP_BFLOAT16 = 1, AP_FLOAT16 = 2 };                            /* element types of x and y */
+enum { AP_NO_OFFSET = 0, AP_MINIMUM = 1, AP_ZERO_POINT = 2 };                        /* of AP_INT4 and AP_INT3 */
+enum { AP_CACHE_FLOAT = 0, AP_CACHE_BF16 = 1, AP_CACHE_INT8 = 2, AP_CACHE_FP8 = 3 }; /* formats of a KV cache */
+enum { AP_SILU = 0, AP_GELU = 1, AP_GELU_TANH = 2, AP_RELU = 3 };                    /* activations */
 enum {
     AP_DENSE = 0,
     AP_INT8 = 1,
@@ -116,10 +117,12 @@ typedef struct {
     ap_linear q, k, v, o, gate, up, down;
     ap_norm attention_norm, after_attention_norm, mlp_norm, after_mlp_norm; /* [hidden] */
     ap_norm q_norm, k_norm;                                                 /* [head_dim] */
-    float *keys, *values;                     /* the layer's cache [max_batch, kv_heads, length, head_dim] */
+    void *keys, *values;                      /* the layer's cache [max_batch, kv_heads, length, head_dim] */
+    uint16_t *key_scales, *value_scales;      /* bfloat16 [max_batch, kv_heads, length], of formats in 8 bits */
     int64_t window;                           /* 0: attends to everything */
     float attention_scale, attention_softcap; /* softcap: 0 for none */
     int32_t rope, activation;                 /* rope: index of its rotary frequencies */
+    int32_t cache, reserved;                  /* cache: the format of keys and values */
 } ap_layer;
 
 /* The vocabularies of the embedding and of the head are each its own weight's n. */

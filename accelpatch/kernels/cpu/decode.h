@@ -3,6 +3,7 @@
 // the products.
 #pragma once
 #include "attention.h"
+#include "cache_rows.h"
 #include "kernels.h"
 #include "linear.h"
 #include "step.h"
@@ -107,19 +108,41 @@ inline void norm_and_rotate_(const Worker& t, const ap_layer& layer, float* head
 
 inline int64_t qkv_width(const ap_layer& layer) { return layer.q.n + 2 * layer.k.n; }
 
-// Writes the token's key and value of one key head into the cache.
-inline void write_cache(const Worker& t, const ap_layer& layer, int64_t m, int64_t head, float* keys, float* values) {
-    const int64_t d = t.model->head_dim, slot = t.call->slots[m];
-    const float* row = t.step->qkv + m * qkv_width(layer);
-    memcpy(keys + slot * d, row + layer.q.n + head * d, static_cast<size_t>(d) * 4);
-    memcpy(values + slot * d, row + layer.q.n + layer.k.n + head * d, static_cast<size_t>(d) * 4);
-    norm_and_rotate_(t, layer, keys + slot * d, layer.k_norm, m);
+// The cache of one key head; bytes: of a number.
+inline CacheRows rows_of(const Worker& t, const ap_layer& layer, void* codes, uint16_t* scales, int64_t head) {
+    const int64_t at = head * t.model->length;
+    const int64_t bytes = layer.cache == AP_CACHE_FLOAT ? 4 : layer.cache == AP_CACHE_BF16 ? 2 : 1;
+    return {layer.cache, static_cast<char*>(codes) + at * t.model->head_dim * bytes, scales ? scales + at : nullptr};
 }
 
-// Where a layer's keys (values) of a token's sequence and one key head lie.
-inline float* cached(const Worker& t, const ap_layer& layer, float* base, int64_t m, int64_t head) {
-    const int64_t row = t.model->one_sequence ? 0 : m;
-    return base + (row * kv_heads_of(*t.model, layer) + head) * t.model->length * t.model->head_dim;
+// Writes the token's key and value of one key head into the cache.
+inline void write_cache(
+    const Worker& t, const ap_layer& layer, int64_t m, int64_t head, const CacheRows& keys, const CacheRows& values) {
+    const int64_t d = t.model->head_dim, slot = t.call->slots[m];
+    const float* row = t.step->qkv + m * qkv_width(layer);
+    const float *key = row + layer.q.n + head * d, *value = row + layer.q.n + layer.k.n + head * d;
+    const bool plain = layer.cache == AP_CACHE_FLOAT;
+    float* into = plain ? static_cast<float*>(keys.codes) + slot * d : t.own->query;  // where nothing is read yet
+    memcpy(into, key, static_cast<size_t>(d) * 4);
+    norm_and_rotate_(t, layer, into, layer.k_norm, m);
+    if (plain) {
+        memcpy(static_cast<float*>(values.codes) + slot * d, value, static_cast<size_t>(d) * 4);
+    } else {
+        write_row(keys, slot, d, into);
+        write_row(values, slot, d, value);
+    }
+}
+
+// `count` rows from a slot on as floats: where they lie, or in `into`.
+inline const float* floats_of(const CacheRows& c, int64_t at, int64_t count, int64_t d, float* into) {
+    if (c.format == AP_CACHE_FLOAT) return static_cast<const float*>(c.codes) + at * d;
+    read_rows(c, at, count, d, into);
+    return into;
+}
+
+// The place, among the heads of a layer's cache, of one key head of a token's sequence.
+inline int64_t cached_head(const Worker& t, const ap_layer& layer, int64_t m, int64_t head) {
+    return (t.model->one_sequence ? 0 : m) * kv_heads_of(*t.model, layer) + head;
 }
 
 inline void attend(const Worker& t, const ap_layer& layer, int64_t m, int64_t head, int64_t run) {
@@ -128,16 +151,18 @@ inline void attend(const Worker& t, const ap_layer& layer, int64_t m, int64_t he
                   group = heads / kv_heads;
     const int64_t slot = t.call->slots[m], first = first_slot(slot, t.call->starts[m], layer.window);
     if (run >= runs(first, slot)) return;
-    float* keys = cached(t, layer, layer.keys, m, head);
-    float* values = cached(t, layer, layer.values, m, head);
+    const int64_t row = cached_head(t, layer, m, head);
+    const CacheRows keys = rows_of(t, layer, layer.keys, layer.key_scales, row);
+    const CacheRows values = rows_of(t, layer, layer.values, layer.value_scales, row);
     if (!model.one_sequence && run == runs(first, slot) - 1) write_cache(t, layer, m, head, keys, values);
     memcpy(t.own->query, t.step->qkv + m * qkv_width(layer) + head * group * d, static_cast<size_t>(group * d) * 4);
     for (int64_t h = 0; h < group; h++) norm_and_rotate_(t, layer, t.own->query + h * d, layer.q_norm, m);
     const int64_t at = first + run * kRun, count = slot - at + 1 < kRun ? slot - at + 1 : kRun;
     const int64_t stride = t.step->longest_runs * run_floats(d);
     float* partial = t.step->partial + (m * heads + head * group) * stride + run * run_floats(d);
-    attend_run(t.own->query, group, keys + at * d, values + at * d, d, count, layer.attention_scale,
-        layer.attention_softcap, partial, stride);
+    attend_run(t.own->query, group, floats_of(keys, at, count, d, t.own->keys),
+        floats_of(values, at, count, d, t.own->values), d, count, layer.attention_scale, layer.attention_softcap,
+        partial, stride);
 }
 
 inline void attention_stage(const Worker& t, const ap_layer& layer) {
@@ -151,8 +176,9 @@ inline void attention_stage(const Worker& t, const ap_layer& layer) {
         WorkCursor writes = {t.batch * heads};
         for (int64_t item; (item = pool_next(t.pool, t.self, &writes)) >= 0;) {
             const int64_t m = item / heads, head = item % heads;
-            write_cache(
-                t, layer, m, head, cached(t, layer, layer.keys, m, head), cached(t, layer, layer.values, m, head));
+            const int64_t row = cached_head(t, layer, m, head);
+            write_cache(t, layer, m, head, rows_of(t, layer, layer.keys, layer.key_scales, row),
+                rows_of(t, layer, layer.values, layer.value_scales, row));
         }
         pool_wait(t.pool, t.self);
     }

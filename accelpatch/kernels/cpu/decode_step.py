@@ -35,9 +35,12 @@ from accelpatch.kernels.cpu.native_library import (
     threads,
 )
 from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.kernels.layouts.kv_states import BF16, FLOAT, FP8, INT8, States, format_of, tensors_of
 from accelpatch.kernels.spec import Described, Spec
 
 OP = "decode_step"
+CACHE_FORMATS = (FLOAT, BF16, INT8, FP8)  # numbered as in the C interface
+SCALES = ("key_scales", "value_scales")
 
 
 class NormWeight(NamedTuple):
@@ -103,8 +106,8 @@ def why_not_layer(hidden: int, head_dim: int, sizes: Sizes) -> str | None:
 
 @dataclass
 class DecodeStep(Described):
-    """keys, values: of each layer float32 [max_batch, kv_heads, length, head_dim], contiguous; the step writes into
-    them.
+    """keys, values: of each layer [max_batch, kv_heads, length, head_dim], float32 or in a format of
+    layouts/kv_states.py, contiguous; the step writes into them.
 
     layers: None for a layer that never runs here, whose keys and values may be any; `part` skips it. rows: the most
     sequences. length: slots of the cache. tokens: the most tokens of a step over a cache of one sequence, which all are
@@ -118,8 +121,8 @@ class DecodeStep(Described):
     embedding: Pack
     head: Pack
     final_norm: NormWeight
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
+    keys: Sequence[States]
+    values: Sequence[States]
     tokens: int = 0
     rows: int = field(init=False)
     length: int = field(init=False)
@@ -209,6 +212,8 @@ class DecodeStep(Described):
             if layer.activation not in ACTIVATIONS:
                 raise KernelError(f"the native step has no activation {layer.activation!r}")
             want = (self.rows, layer.kv_heads(s.head_dim), self.length, s.head_dim)
+            if format_of(self.keys[index]) != format_of(self.values[index]):
+                raise KernelError(f"keys and values of layer {index} are in two formats: give both the same")
             for cache in (self.keys[index], self.values[index]):
                 if cache.dtype != torch.float32 or tuple(cache.shape) != want or not cache.is_contiguous():
                     raise KernelError(
@@ -243,7 +248,10 @@ class DecodeStep(Described):
             setattr(layer, name, weights.linears[name].struct())
         for name, norm in weights.norms.items():
             setattr(layer, name, self._norm(norm, s.head_dim if name in ("q_norm", "k_norm") else s.hidden))
-        layer.keys, layer.values = pointer(self.keys[index]), pointer(self.values[index])
+        for states, code, scale in zip((self.keys, self.values), ("keys", "values"), SCALES, strict=True):
+            for name, tensor in zip((code, scale), tensors_of(states[index]), strict=False):
+                setattr(layer, name, pointer(tensor))
+        layer.cache = CACHE_FORMATS.index(format_of(self.keys[index]))
         layer.window, layer.rope, layer.activation = weights.window, weights.rope, ACTIVATIONS[weights.activation]
         layer.attention_scale, layer.attention_softcap = weights.scale, weights.softcap
         self._keep.append(weights)

@@ -59,10 +59,10 @@ class Layer(Structure):
     _fields_ = (
         *((name, Linear) for name in LINEARS),
         *((name, Norm) for name in NORMS),
-        *((name, c_void_p) for name in ("keys", "values")),
+        *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
         ("window", c_int64),
         *((name, c_float) for name in ("attention_scale", "attention_softcap")),
-        *((name, c_int32) for name in ("rope", "activation")),
+        *((name, c_int32) for name in ("rope", "activation", "cache", "reserved")),
     )
 
 

@@ -25,6 +25,12 @@ bool is_size(int64_t size) { return size >= 1 && size <= kMost; }
 
 bool is_absent(const ap_layer& l) { return !l.q.data; }
 
+bool cache_fits(const ap_layer& l) {
+    const bool scaled = l.cache == AP_CACHE_INT8 || l.cache == AP_CACHE_FP8;
+    return l.keys && l.values && (!scaled || (l.key_scales && l.value_scales)) &&
+           (scaled || l.cache == AP_CACHE_FLOAT || l.cache == AP_CACHE_BF16);
+}
+
 bool layer_fits(const ap_model& m, const ap_layer& l) {
     const int64_t query = l.q.n, key = l.k.n, inner = l.gate.n;
     if (!is_size(query) || !is_size(key) || !is_size(inner) || query % m.head_dim || key % m.head_dim || query % key)
@@ -32,7 +38,7 @@ bool layer_fits(const ap_model& m, const ap_layer& l) {
     if (l.activation < AP_SILU || l.activation > AP_RELU) return false;
     return fits(l.q, query, m.hidden) && fits(l.k, key, m.hidden) && fits(l.v, key, m.hidden) &&
            fits(l.o, m.hidden, query) && fits(l.gate, inner, m.hidden) && fits(l.up, inner, m.hidden) &&
-           fits(l.down, m.hidden, inner) && l.keys && l.values && l.window >= 0 && (l.rope == 0 || l.rope == 1) &&
+           fits(l.down, m.hidden, inner) && cache_fits(l) && l.window >= 0 && (l.rope == 0 || l.rope == 1) &&
            m.inverse_frequency[l.rope];
 }
 
@@ -90,6 +96,8 @@ int64_t lay_out(Step& s, char* memory) {
         purse.reserve(s.scratch[i].hidden, b * m.hidden * 4);
         purse.reserve(s.scratch[i].input, b * most.widest * 4);
         purse.reserve(s.scratch[i].query, most.group * d * 4);
+        purse.reserve(s.scratch[i].keys, kRunSlots * d * 4);
+        purse.reserve(s.scratch[i].values, kRunSlots * d * 4);
         purse.reserve(s.scratch[i].ready, chosen_kernels().activation_bytes(b, most.widest, s.ordered));
         purse.reserve(s.scratch[i].beside, chosen_kernels().activation_bytes(b, m.hidden, s.ordered));
     }

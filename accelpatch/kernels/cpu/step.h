@@ -4,12 +4,13 @@
 
 constexpr int64_t kRunSlots = 64;  // what attention.h takes at a time
 
-struct Scratch {    // each thread's own: what is cheaper to compute twice than to wait for
-    float* hidden;  // [batch, hidden], the residual stream
-    float* input;   // [batch, widest], what a stage's products read
-    float* query;   // [group, head_dim]
-    void* ready;    // activation_bytes
-    void* beside;   // the same, for a second weight that reads another form
+struct Scratch {           // each thread's own: what is cheaper to compute twice than to wait for
+    float* hidden;         // [batch, hidden], the residual stream
+    float* input;          // [batch, widest], what a stage's products read
+    float* query;          // [group, head_dim]
+    float *keys, *values;  // [kRunSlots, head_dim], of a cache in another format
+    void* ready;           // activation_bytes
+    void* beside;          // the same, for a second weight that reads another form
 };
 
 // The largest sizes of all layers. group: query heads a key head. qkv: rows of q, k and v. widest: of what a product

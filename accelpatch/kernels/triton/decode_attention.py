@@ -33,8 +33,10 @@ from triton.errors import TritonError
 
 from accelpatch.errors import KernelError
 from accelpatch.kernels.attention_shape import MAX_NEW_TOKENS, AttentionShape
+from accelpatch.kernels.layouts.kv_states import States
 from accelpatch.kernels.triton import launch
 from accelpatch.kernels.triton.attention_runs import added_up, begin_of, count_of, keep, prefetch, runs_of
+from accelpatch.kernels.triton.cache_codes import cache_new, decoded, pointers, scales_at, weighted
 from accelpatch.kernels.triton.dependent_launch import release, wait
 from accelpatch.kernels.triton.launch import cdiv
 from accelpatch.kernels.triton.rotation import angles, pair, rotated
@@ -53,25 +55,11 @@ RESIDENT = 2  # programs a processor
 
 
 @triton.jit
-def _cache_new(  # type: ignore[no-untyped-def]
-    new, cos, sin, k_norm, keys, values, here, slot, kv_heads, eps,
-    SIZE: tl.constexpr, WIDE: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr,
-    MAX_NEW_TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Write k and v of the new tokens, where `here`, into the cache; new[MOST] points to their k."""
-    columns, place = tl.arange(0, WIDE), slot + tl.arange(0, MAX_NEW_TOKENS)
-    both = here[:, None] & (columns < SIZE)[None, :]
-    value, other, others = pair(new, here, columns, SIZE, ROTARY_DIM)
-    v = tl.load((new + kv_heads * SIZE)[:, None] + columns[None, :], mask=both, other=0.0)
-    tl.store(values + place[:, None] * SIZE + columns[None, :], v, mask=both)
-    k = rotated(value, other, others, columns, cos, sin, k_norm, eps, SIZE, ROTARY_DIM, NORM, PLUS_ONE)
-    tl.store(keys + place[:, None] * SIZE + columns[None, :], k, mask=both)
-
-
-@triton.jit
-def _scores(q, k, scaling, softcap, seen, CAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores times log2(e); minus infinity where not seen."""
+def _scores(q, k, by, scaling, softcap, seen, CAP: tl.constexpr, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores times log2(e); minus infinity where not seen. by: the scales of codes k."""
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+    if FORM != 0:
+        score = score * by[None, :]
     if CAP:  # scaling is 2 log2(e) / softcap times the scores' own then: tanh(x) = 1 - 2 / (e^2x + 1)
         score = softcap * (1.0 - 2.0 / (tl.exp2(score) + 1.0))
     return tl.where(seen, score, float("-inf"))
@@ -79,9 +67,10 @@ def _scores(q, k, scaling, softcap, seen, CAP: tl.constexpr):  # type: ignore[no
 
 @triton.jit
 def _over(  # type: ignore[no-untyped-def]
-    q, keys, values, mask, sums, tops, here, token, begin, stop, origin, slot, window, scaling, softcap,
+    q, keys, values, k_scales, v_scales, mask, sums, tops, here, token, begin, stop, origin, slot, window, scaling,
+    softcap,
     CAP: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Running softmax state (m, l, acc) over the slots begin .. stop - 1.
 
@@ -98,14 +87,15 @@ def _over(  # type: ignore[no-untyped-def]
         if MASKED:
             shown &= (at >= slot) | (tl.load(mask + at, mask=shown, other=0) != 0)
         both = shown[:, None] & (columns < SIZE)[None, :]  # what hidden slots hold must not matter
-        k = tl.load(keys + at[:, None] * SIZE + columns[None, :], mask=both, other=0.0)
-        v = tl.load(values + at[:, None] * SIZE + columns[None, :], mask=both, other=0.0)
+        k = decoded(tl.load(keys + at[:, None] * SIZE + columns[None, :], mask=both, other=0), q.dtype, FORM)
+        v = decoded(tl.load(values + at[:, None] * SIZE + columns[None, :], mask=both, other=0), q.dtype, FORM)
+        k_by, v_by = scales_at(k_scales, at, shown, FORM), scales_at(v_scales, at, shown, FORM)
         seen = shown[None, :] & (at[None, :] <= (slot + token)[:, None]) & (at[None, :] > least[:, None])
-        score = _scores(q, k, scaling, softcap, seen, CAP)
+        score = _scores(q, k, k_by, scaling, softcap, seen, CAP, FORM)
         higher = tl.maximum(top, tl.max(score, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing was seen yet
         weight, kept = tl.exp2(score - base[:, None]), tl.exp2(top - base)
-        mean = mean * kept[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+        mean = weighted(weight, v, v_by, mean, kept, seen, FORM, q.dtype)
         total = total * kept + tl.sum(weight, axis=1)
         ended = (end < stop) & (end > origin) & ((end - origin) % RUN == 0)
         if ended:
@@ -117,21 +107,22 @@ def _over(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scan(  # type: ignore[no-untyped-def]
-    q, keys, values, mask, sums, tops, query, tokens, begin, stop, origin, slot, window, scaling, softcap, all_seen,
+    q, keys, values, k_scales, v_scales, mask, sums, tops, query, tokens, begin, stop, origin, slot, window, scaling,
+    softcap, all_seen,
     GROUP: tl.constexpr, CAP: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr,
-    WIDE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """As _over; the mask is read only where some slots are masked."""
     token, here = query // GROUP, query < tokens * GROUP
     if all_seen:
         top, total, mean = _over(
-            q, keys, values, mask, sums, tops, here, token, begin, stop, origin, slot, window, scaling, softcap,
-            CAP, RUN, SLOTS, SIZE, WIDE, ROWS, STAGES, False,
+            q, keys, values, k_scales, v_scales, mask, sums, tops, here, token, begin, stop, origin, slot, window,
+            scaling, softcap, CAP, RUN, SLOTS, SIZE, WIDE, ROWS, STAGES, False, FORM,
         )  # fmt: skip
     else:
         top, total, mean = _over(
-            q, keys, values, mask, sums, tops, here, token, begin, stop, origin, slot, window, scaling, softcap,
-            CAP, RUN, SLOTS, SIZE, WIDE, ROWS, 1, True,
+            q, keys, values, k_scales, v_scales, mask, sums, tops, here, token, begin, stop, origin, slot, window,
+            scaling, softcap, CAP, RUN, SLOTS, SIZE, WIDE, ROWS, 1, True, FORM,
         )  # fmt: skip
     return top, total, mean
 
@@ -176,10 +167,10 @@ def _read_ahead(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _ready(  # type: ignore[no-untyped-def]
-    qkv, positions, inv_freq, q_norm, k_norm, keys, values, tokens, query, kv, slot, begin, stop, heads, rope_scaling,
-    eps,
+    qkv, positions, inv_freq, q_norm, k_norm, keys, values, k_scales, v_scales, tokens, query, kv, slot, begin, stop,
+    heads, rope_scaling, eps,
     GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, ROTARY_DIM: tl.constexpr, NORM: tl.constexpr,
-    PLUS_ONE: tl.constexpr, MAX_NEW_TOKENS: tl.constexpr, DEPENDENT: tl.constexpr,
+    PLUS_ONE: tl.constexpr, MAX_NEW_TOKENS: tl.constexpr, DEPENDENT: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Wait for the kernel before, cache the new tokens in slots begin .. stop - 1, and return the queries."""
     columns, fresh, kv_heads = tl.arange(0, WIDE), tl.arange(0, MAX_NEW_TOKENS), heads // GROUP
@@ -194,46 +185,47 @@ def _ready(  # type: ignore[no-untyped-def]
     value, other, others = pair(rows, here, columns, SIZE, ROTARY_DIM)
     if stop > slot:
         new = (fresh < tokens) & (slot + fresh >= begin) & (slot + fresh < stop)
-        _cache_new(
-            qkv + fresh * stride + (heads + kv) * SIZE, k_cos, k_sin, k_norm, keys, values, new, slot, kv_heads, eps,
-            SIZE, WIDE, ROTARY_DIM, NORM, PLUS_ONE, MAX_NEW_TOKENS,
+        cache_new(
+            qkv + fresh * stride + (heads + kv) * SIZE, k_cos, k_sin, k_norm, keys, values, k_scales, v_scales, new,
+            slot, kv_heads, eps, SIZE, WIDE, ROTARY_DIM, NORM, PLUS_ONE, MAX_NEW_TOKENS, FORM,
         )  # fmt: skip
         tl.debug_barrier()  # what was written is read by other threads
     return rotated(value, other, others, columns, cos, sin, q_norm, eps, SIZE, ROTARY_DIM, NORM, PLUS_ONE)
 
 
+# `tokens` is no constant: one and eight of them run the same instructions
 @triton.jit(do_not_specialize=["tokens"])
 def _attend(  # type: ignore[no-untyped-def]
-    qkv, positions, slot_at, mask, keys, values, inv_freq, q_norm, k_norm, y, sums, tops, finished,
+    qkv, positions, slot_at, mask, keys, values, k_scales, v_scales, inv_freq, q_norm, k_norm, y, sums, tops, finished,
     tokens, capacity, heads, window, scaling, softcap, rope_scaling, eps,
-    GROUP: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr, CAP: tl.constexpr,
-    SIZE: tl.constexpr, WIDE: tl.constexpr, ROTARY_DIM: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr,
-    ROWS: tl.constexpr, SOME: tl.constexpr, MAX_NEW_TOKENS: tl.constexpr, ROOM: tl.constexpr, AHEAD: tl.constexpr,
-    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+    GROUP: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr, CAP: tl.constexpr, SIZE: tl.constexpr,
+    WIDE: tl.constexpr, ROTARY_DIM: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    SOME: tl.constexpr, MAX_NEW_TOKENS: tl.constexpr, ROOM: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    # `tokens` is no constant: one and eight of them run the same instructions
     tiles, row = tl.cdiv(tokens * GROUP, ROWS), tl.program_id(2).to(tl.int64)
-    kv, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
     if DEPENDENT:
         release()
     slot, own, low, first, last, run, end, programs = runs_of(slot_at, positions + row * tokens, tokens, window, RUN)
     if tl.program_id(0) < programs:
+        kv, tile = tl.program_id(1) // tiles, tl.program_id(1) % tiles
         mask, head = mask + row * capacity, row * (heads // GROUP) + kv
-        keys, values = keys + head * capacity * SIZE, values + head * capacity * SIZE
+        k_scales, v_scales, at = k_scales + head * capacity, v_scales + head * capacity, head * capacity * SIZE
         begin, stop = begin_of(mask, run, own, low, RUN, SLOTS, ROOM), tl.minimum(own + end * RUN, slot + tokens)
         cached, query = tl.minimum(slot, stop), tile * ROWS + tl.arange(0, ROWS)
         if DEPENDENT:
-            _read_ahead(keys, values, begin, cached, RUN, SIZE, WIDE)
+            _read_ahead(keys + at, values + at, begin, cached, RUN, SIZE, WIDE)
         all_seen = (begin >= 0) & (count_of(mask, begin, cached, ROOM) == cached - begin)
         q = _ready(
             qkv + row * tokens * ((heads + heads // GROUP * 2) * SIZE), positions + row * tokens, inv_freq,
-            q_norm, k_norm, keys, values, tokens, query, kv, slot, own + run * RUN, stop, heads, rope_scaling, eps,
-            GROUP, SIZE, WIDE, ROTARY_DIM, NORM, PLUS_ONE, MAX_NEW_TOKENS, DEPENDENT,
+            q_norm, k_norm, keys + at, values + at, k_scales, v_scales, tokens, query, kv, slot, own + run * RUN, stop,
+            heads, rope_scaling, eps, GROUP, SIZE, WIDE, ROTARY_DIM, NORM, PLUS_ONE, MAX_NEW_TOKENS, DEPENDENT, FORM,
         )  # fmt: skip
         held = (head * tiles + tile) * tl.cdiv(capacity, RUN) * ROWS
         top, total, mean = _scan(
-            q, keys, values, mask, sums + held * SIZE, tops + held * 2, query, tokens, begin, stop, own, slot, window,
-            scaling, softcap, all_seen, GROUP, CAP, RUN, SLOTS, SIZE, WIDE, ROWS, STAGES,
+            q, keys + at, values + at, k_scales, v_scales, mask, sums + held * SIZE, tops + held * 2, query, tokens,
+            begin, stop, own, slot, window, scaling, softcap, all_seen, GROUP, CAP, RUN, SLOTS, SIZE, WIDE, ROWS,
+            STAGES, FORM,
         )  # fmt: skip
         _leave(
             y + (row * tokens * heads + kv * GROUP) * SIZE, sums + held * SIZE, tops + held * 2,
@@ -245,7 +237,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 def decode_attention_(
-    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape
+    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: States, values: States, shape: AttentionShape
 ) -> Tensor:
     """As the operation; qkv, positions, mask and the cache must be contiguous."""
     (rows, tokens), capacity, group = positions.shape, keys.shape[2], shape.heads // shape.kv_heads
@@ -256,7 +248,7 @@ def decode_attention_(
     tops = qkv.new_empty((heads, runs, 2, ROWS), dtype=torch.float32)
     row_bytes = wide * qkv.element_size()
     norms = (qkv if shape.q_norm is None else shape.q_norm, qkv if shape.k_norm is None else shape.k_norm)
-    cap = shape.softcap > 0
+    cap, (form, cache) = shape.softcap > 0, pointers(keys, values, qkv)
     scaling = shape.scaling * LOG2_E * (2 / shape.softcap if cap else 1)
     dependent, options = launch.dependent(qkv)
     processors = launch.processors(qkv.device)
@@ -264,12 +256,12 @@ def decode_attention_(
     everywhere = cdiv(processors, heads) if dependent else 1
     with launch.on(qkv), _said():
         _attend[(max(working, everywhere), shape.kv_heads * tiles, rows)](
-            qkv, positions, slot, mask, keys, values, shape.inv_freq, *norms, y, sums, tops,
+            qkv, positions, slot, mask, *cache, shape.inv_freq, *norms, y, sums, tops,
             shape.memory.first(heads, qkv.device),
             tokens, capacity, shape.heads, shape.window, scaling, shape.softcap * LOG2_E, shape.rope_scaling, shape.eps,
             group, shape.q_norm is not None, shape.plus_one, cap, shape.size, wide, shape.rotary_dim, RUN,
             min(SLOTS, SLOTS * 256 // row_bytes), ROWS, min(ROWS, max(4, triton.next_power_of_2(group))),
-            MAX_NEW_TOKENS, ROOM, AHEAD, STAGES, dependent, num_warps=WARPS, **options,
+            MAX_NEW_TOKENS, ROOM, AHEAD, STAGES, dependent, form, num_warps=WARPS, **options,
         )  # fmt: skip
     return y
 

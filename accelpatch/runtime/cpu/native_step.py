@@ -23,12 +23,14 @@ from accelpatch.fusion.native_model import NativeModel, native_model
 from accelpatch.fusion.rotary import of_one_axis
 from accelpatch.kernels.cpu.decode_step import DecodeStep
 from accelpatch.kernels.cpu.native_library import MAX_BATCH
+from accelpatch.kernels.layouts.kv_states import FLOAT
 from accelpatch.models.multimodal import configurations, first_position, outputs_of, unused_by_steps
 from accelpatch.runtime.cache_contents import Contents, attached
 from accelpatch.runtime.cpu.mixed_step import Places, mixed_step
 from accelpatch.runtime.cpu.native_cache import Store, stored
 from accelpatch.runtime.cpu.torch_threads import all_threads
 from accelpatch.runtime.model_runtime import ModelRuntime
+from accelpatch.runtime.quantized_cache import format_of_cache
 from accelpatch.runtime.watch import Watch
 
 NATIVE = "native step"
@@ -56,15 +58,16 @@ class Reading:
 
 
 class NativeRuntime(ModelRuntime):
-    """The native steps of one patched model."""
+    """The native steps of one patched model. kv_cache: the format of the KV cache, as a recipe names it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, kv_cache: str = "auto") -> None:
+        super().__init__(kv_cache)
+        self.form = kv_cache if kv_cache != "auto" else FLOAT
         self._reading: Reading | None = None
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type[NativeRuntime], tuple[()]]:
-        return NativeRuntime, ()
+    def __reduce__(self) -> tuple[type[NativeRuntime], tuple[Any, ...]]:
+        return NativeRuntime, self._settings
 
     def outputs(self, model: nn.Module, given: Mapping[str, Any]) -> Any:
         """Outputs of a model call for one more token by a native step; None where the modules must run."""
@@ -83,7 +86,7 @@ class NativeRuntime(ModelRuntime):
             self.paths[f"modules: {reason}"] += 1
             return None
         assert reading.model is not None
-        contents = stored(cache, ids.shape[0], reading.model)
+        contents = stored(cache, ids.shape[0], reading.model, format_of_cache(cache, self.form))
         if isinstance(contents, str):
             self.paths[f"modules: {contents}"] += 1
             return None
@@ -117,6 +120,10 @@ class NativeRuntime(ModelRuntime):
         contents.grow()
         self.paths[NATIVE] += 1
         return logits
+
+    def takes_format(self, model: nn.Module) -> bool:
+        """Whether a call's cache may come to lie in a format that the call asks for."""
+        return self.steps(model)
 
     def steps(self, model: nn.Module) -> bool:
         """Whether the model, as it is now, has native steps."""

@@ -36,6 +36,8 @@ def captured_loop(
     # streams and events are those of the model's GPU, whichever is the current one
     with on_device(ids), runtime.alone() as alone:
         kind = EncoderDecoderRun if model.config.is_encoder_decoder else CapturedRun
+        if alone:
+            runtime.use_format(kwargs.get(CACHE))
         reason = kind.why_not(model, runtime, config, synced_gpus, kwargs) if alone else "generate() within generate()"
         reason = reason or _turning(model, ids.shape[1], criteria.max_length) or _expanding(model, ids, kwargs)
         if reason is None:

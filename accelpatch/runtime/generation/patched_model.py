@@ -45,6 +45,7 @@ from accelpatch.runtime.generation.weight_methods import (
 )
 from accelpatch.runtime.graphs.capture import GRAPHS
 from accelpatch.runtime.graphs.runtime import CapturedRuntime
+from accelpatch.runtime.quantized_cache import FORMAT, TAKEN, format_asked, with_dynamic_cache
 
 RUNTIME = "_accelpatch_runtime"  # the attribute of a patched model that holds its runtime
 WITHOUT_PADDING = "without padding"
@@ -54,13 +55,15 @@ CACHES = "_prepare_cache_for_generation"  # transformers' method that makes the 
 def new_runtime(device_type: str, settings: Any, begin: Any = None) -> NativeRuntime | CapturedRuntime:
     """The runtime for a torch device type: captured graphs where the device has them, else native CPU steps.
 
-    settings: a recipe's Runtime, or any object with its fields graph, cache, max_length, speculate, loss and padding.
+    settings: a recipe's Runtime, or any object with its fields graph, cache, max_length, speculate, kv_cache, loss and
+    padding.
     begin: called with ids and configuration before generate() decodes; None for nothing.
     """
     if device_type in GRAPHS:
-        made: Any = CapturedRuntime(settings.graph, settings.cache, settings.max_length, settings.speculate)
+        given = (settings.graph, settings.cache, settings.max_length, settings.speculate, settings.kv_cache)
+        made: Any = CapturedRuntime(*given)
     else:
-        made = NativeRuntime()
+        made = NativeRuntime(settings.kv_cache)
     made.loss, made.padding, made.begin = settings.loss, settings.padding, begin
     return made
 
@@ -164,9 +167,16 @@ def _marking(cls: Any, name: str) -> Any:
 
     @functools.wraps(getattr(cls, name))
     def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        brought = model_kwargs.get(CACHE)
-        prepared = getattr(cls, name)(self, generation_config, model_kwargs, *args, **kwargs)
+        brought, runtime = model_kwargs.get(CACHE), vars(self).get(RUNTIME)
+        form = None if runtime is None or brought is not None else format_asked(generation_config)
+        if form is not None and not runtime.takes_format(self):
+            form = None
+        given = generation_config if form is None else with_dynamic_cache(generation_config)
+        prepared = getattr(cls, name)(self, given, model_kwargs, *args, **kwargs)
         cache: Any = model_kwargs.get(CACHE)
+        if form is not None:
+            setattr(cache, FORMAT, form)
+            runtime.paths[TAKEN.format(form)] += 1
         parts = [cache.self_attention_cache] if type(cache) is EncoderDecoderCache else [cache]
         for part in parts:
             if type(part) is DynamicCache:

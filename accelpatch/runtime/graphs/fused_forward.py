@@ -123,6 +123,7 @@ def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
     if not runtime.lock.acquire(blocking=False):  # another thread's generate(), which may wait for this call
         return None
     try:
+        runtime.use_format(given.get(CACHE))
         fused, watched = runtime.fused(model)
         if fused is None or not fused.places - set(watched):
             return None

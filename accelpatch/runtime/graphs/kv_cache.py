@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.cached import Cached
 from accelpatch.fusion.spread import device_of
+from accelpatch.kernels.layouts.kv_states import FLOAT, floats, zeros
 from accelpatch.runtime.cache_contents import Contents, storing, window_of
 from accelpatch.runtime.cache_form import why_not
 from accelpatch.runtime.graphs.capture import AT_MOST
@@ -22,15 +23,17 @@ GROWTH = 2048  # and grow by so much
 
 
 class CapturedLayer(CacheLayerMixin):
-    """keys, values[B, heads, capacity, size]. A step writes at `slot`[B] on the device and attends over all slots."""
+    """keys, values[B, heads, capacity, size] in a format of kernels/layouts/kv_states.py. A step writes at `slot`[B] on
+    the device and attends over all slots."""
 
     is_compileable = True
     is_sliding = False  # all tokens are kept; the mask hides those outside the window
 
-    def __init__(self, shape: Cached, batch: int, capacity: int, slot: Tensor):
+    def __init__(self, shape: Cached, batch: int, capacity: int, slot: Tensor, form: str = FLOAT):
         super().__init__()
-        options: Any = {"dtype": shape.dtype, "device": shape.device}
-        self.keys, self.values = (torch.zeros(batch, shape.heads, capacity, size, **options) for size in shape.sizes)
+        given: Any = (shape.dtype, shape.device)
+        made: Any = (zeros(form, (batch, shape.heads, capacity, size), *given) for size in shape.sizes)
+        self.keys, self.values = made  # tensors, or what is read and written as they are
         self.dtype, self.device = shape.dtype, shape.device
         self.is_initialized = True
         self._slot, self._rows = slot, torch.arange(batch, device=shape.device)
@@ -44,7 +47,7 @@ class CapturedLayer(CacheLayerMixin):
         self.keys[self._rows, :, self._slot] = key_states[:, :, 0]
         self.values[self._rows, :, self._slot] = value_states[:, :, 0]
         self.ahead = True
-        return self.keys, self.values
+        return floats(self.keys), floats(self.values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(number of keys that a mask covers, index of the first)."""

@@ -4,7 +4,7 @@ the last states that it was in."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,14 +18,14 @@ from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_model import FUSED, FusedModel
 from accelpatch.fusion.read_layers import fused_model
 from accelpatch.fusion.spread import computes_on, device_of, several_devices
-from accelpatch.modules.packed_weight import unpacked_once
+from accelpatch.kernels.layouts.kv_states import FLOAT
 from accelpatch.runtime.graphs.batch import Batch, Drafts, GraphOf
 from accelpatch.runtime.graphs.calls import CapturedCalls
-from accelpatch.runtime.graphs.capture import GRAPHS, Graph, new_pool
 from accelpatch.runtime.graphs.drafts import several_tokens_why_not, verifying
 from accelpatch.runtime.graphs.encoder_decoder import Encoded, EncoderDecoderStep, Learned, Source
 from accelpatch.runtime.graphs.encoder_decoder_learning import learned_with_encoder
 from accelpatch.runtime.graphs.fused_forward import prompts_of
+from accelpatch.runtime.graphs.graph_memory import GraphMemory
 from accelpatch.runtime.graphs.kv_cache import NotCaptured, learned, shapes_of
 from accelpatch.runtime.graphs.prefill import Prompts
 from accelpatch.runtime.graphs.step import CAPTURE_ERRORS, CapturedStep, first_line
@@ -39,37 +39,16 @@ ROOMY = 4  # times the capacity that is needed: a fused step whose cache has no 
 Key = tuple[int, int, tuple[int, ...], Source | None]  # rows, capacity, watched, of an encoder-decoder
 
 
-class GraphMemory:
-    """The memory that the graphs of one model share, from the first one on. devices: that they were captured on."""
-
-    pool: Any = None
-
-    def __init__(self) -> None:
-        self.devices: set[torch.device] = set()
-
-    def graph(self, device: torch.device) -> GraphOf:
-        """The function that captures programs on a device, leaving the state of its random generator as it was."""
-        self.devices.add(device)
-        if self.pool is None and device.type == "cuda":
-            self.pool = new_pool(device)
-
-        def capture(program: Callable[[], None]) -> Graph:
-            devices = [] if device.type == "cpu" else [device]
-            with torch.random.fork_rng(devices=devices, device_type="cuda"), torch.no_grad(), unpacked_once():
-                return GRAPHS[device.type](program, device, self.pool)
-
-        return capture
-
-
 class CapturedModel:
-    """The graphs of one model, made when first needed. speculate: whether steps of one row take draft tokens.
+    """The graphs of one model, made when first needed. speculate: whether steps of one row take draft tokens. form: of
+    the KV cache (kernels/layouts/kv_states.py); that of an encoder-decoder is FLOAT always.
 
     fused: its fused layers. why_not: why none of its steps can be captured, or None. why_not_fused: why it has no fused
     layers, or "".
     """
 
-    def __init__(self, memory: GraphMemory, speculate: bool):
-        self._memory, self._speculate = memory, speculate
+    def __init__(self, memory: GraphMemory, speculate: bool, form: str = FLOAT):
+        self._memory, self._speculate, self.form = memory, speculate, form
         self.fused: FusedModel | None = None
         self.why_not: str | None = None
         self.why_not_fused = ""
@@ -222,7 +201,7 @@ class CapturedModel:
                 try:
                     graph = self.graph(device)
                     step = CapturedStep(
-                        model, batch, self._shapes, capacity, graph, self.fused, watched, self._memory.graph
+                        model, batch, self._shapes, capacity, graph, self.fused, watched, self._memory.graph, self.form
                     )
                     whole = not self.fused.unfused and not watched and not self.fused.in_parts
                     drafting = self._speculate and rows == 1 and whole
@@ -244,7 +223,7 @@ class CapturedModel:
         given = (model, batch, self._shapes, capacity, self.graph(batch.device))
         try:
             if source is None or self.decoder is None:
-                return CapturedStep(*given)
+                return CapturedStep(*given, form=self.form)
             encoded = self._encoded.get((batch.rows, source)) or Encoded(batch.rows, source, self.decoder, batch.device)
             self._encoded[batch.rows, source] = encoded
             return EncoderDecoderStep(*given, encoded)
@@ -257,28 +236,30 @@ class CapturedModel:
 
 
 class AdapterStates:
-    """What was captured of a model in each state of its adapters: the names of the active ones, in their order.
+    """What was captured of a model in each state of its adapters: the names of the active ones, in their order, and the
+    format of the KV cache.
 
     present: of the state that it is in. memory: of all graphs.
     """
 
-    def __init__(self, speculate: bool):
+    def __init__(self, speculate: bool, form: str = FLOAT):
         self.memory, self._speculate = GraphMemory(), speculate
-        self.present = CapturedModel(self.memory, speculate)
+        self.present = CapturedModel(self.memory, speculate, form)
         self._name: tuple[str, ...] = ()
         self._others: OrderedDict[tuple[str, ...], CapturedModel] = OrderedDict()
 
-    def begin(self, name: tuple[str, ...]) -> None:
-        """Say which state the model is in, before anything is captured of it."""
+    def begin(self, name: tuple[str, ...], form: str) -> None:
+        """Say which state the model is in, before anything is captured of it. form: of the KV cache."""
         self._name = name
+        self.present.form = form
 
-    def switch(self, name: tuple[str, ...]) -> None:
+    def switch(self, name: tuple[str, ...], form: str) -> None:
         """Make another state the present one, with what was captured of the model when it was last in it."""
         if name == self._name:
             return
         self._others[self._name] = self.present
         known = name in self._others
-        self.present = self._others.pop(name) if known else CapturedModel(self.memory, self._speculate)
+        self.present = self._others.pop(name) if known else CapturedModel(self.memory, self._speculate, form)
         self._name = name
         while len(self._others) > STATES:
             self._others.popitem(last=False)

@@ -14,6 +14,7 @@ from torch import nn
 from accelpatch.errors import PatchError
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.spread import device_of
+from accelpatch.kernels.layouts.kv_states import FLOAT
 from accelpatch.runtime.graphs.calls import CapturedCalls, captured_outputs, generates
 from accelpatch.runtime.graphs.capture import GRAPHS
 from accelpatch.runtime.graphs.encoder_decoder import EncoderDecoderStep, Source
@@ -24,6 +25,7 @@ from accelpatch.runtime.graphs.model_graphs import AdapterStates, CapturedModel
 from accelpatch.runtime.graphs.multimodal_parts import part_outputs
 from accelpatch.runtime.graphs.step import CapturedStep
 from accelpatch.runtime.model_runtime import ModelRuntime
+from accelpatch.runtime.quantized_cache import format_of_cache
 from accelpatch.runtime.watch import Watch
 
 
@@ -31,14 +33,18 @@ class CapturedRuntime(ModelRuntime):
     """The graphs of one model.
 
     graph: "auto" or "off". cache: "auto" or "stock". max_length: the most tokens of a sequence, or None. speculate:
-    "off" or "prompt_lookup".
+    "off" or "prompt_lookup". kv_cache: the format of the KV cache, as a recipe names it.
     """
 
     _learning = False  # true while the modules run to find out what they cache
     _prompting = False  # true while they run the prompt of a call over captured steps
 
-    def __init__(self, graph: str = "auto", cache: str = "auto", max_length: int | None = None, speculate: str = "off"):
-        super().__init__(graph, cache, max_length, speculate)
+    def __init__(
+        self, graph: str = "auto", cache: str = "auto", max_length: int | None = None, speculate: str = "off",
+        kv_cache: str = "auto",
+    ):  # fmt: skip
+        super().__init__(graph, cache, max_length, speculate, kv_cache)
+        self._form = self._present_form = kv_cache if kv_cache != "auto" else FLOAT
         self.lock = threading.RLock()
         self.max_length = max_length
         self._speculate = speculate != "off"
@@ -50,7 +56,7 @@ class CapturedRuntime(ModelRuntime):
 
     def close(self) -> None:
         """Free every graph and cache."""
-        self._states = AdapterStates(self._speculate)
+        self._states = AdapterStates(self._speculate, self._form)
         self._watch: Watch | None = None
         self._version = self.code.version
         self._flags: list[Any] = []
@@ -102,6 +108,17 @@ class CapturedRuntime(ModelRuntime):
         if not self.captured.learned:
             self._learn(model, given)
         return self.captured.why_not is None
+
+    def takes_format(self, model: nn.Module) -> bool:
+        """Whether a call's cache may come to lie in a format that the call asks for."""
+        if getattr(model.config, "is_encoder_decoder", False):
+            return False
+        with self.alone() as alone:
+            return alone and self.why_not(model) is None
+
+    def use_format(self, cache: Any) -> None:
+        """Steps are those of the format that a call's cache asks for, or the recipe's; the lock must be held."""
+        self._present_form = format_of_cache(cache, self._form)
 
     def fused(self, model: nn.Module) -> tuple[FusedModel | None, list[int]]:
         """The model's fused layers, if it has any, and the indices of layers with hooks, which must run as modules."""
@@ -244,9 +261,9 @@ class CapturedRuntime(ModelRuntime):
             self.close()
             self._watch = Watch(model)
             self._flags = self._watch.flags()
-            self._states.begin(self._watch.adapters())
+            self._states.begin((*self._watch.adapters(), self._present_form), self._present_form)
         else:
-            self._states.switch(self._watch.adapters())
+            self._states.switch((*self._watch.adapters(), self._present_form), self._present_form)
 
     def _fuse(self, model: nn.Module) -> None:
         self._watch = None  # the Watch would keep the old weights alive beside the new

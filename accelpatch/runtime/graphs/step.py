@@ -23,6 +23,7 @@ from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.cached import Cached
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.kernels.hip.binding import weight_prefetch
+from accelpatch.kernels.layouts.kv_states import FLOAT
 from accelpatch.kernels.ops.step.step_end import end_step_
 from accelpatch.runtime.cache_contents import Contents, attach, copy_slots
 from accelpatch.runtime.graphs.batch import Batch, GraphOf
@@ -43,7 +44,7 @@ class CapturedStep(Lent):
 
     fused: its fused layers; None where it runs the model's modules. watched: places of the layers that run their
     modules at every replay, since they have hooks, or their weights are offloaded. graph_on: captures programs on
-    another device than the batch's, for layers on several.
+    another device than the batch's, for layers on several. form: of the cache (kernels/layouts/kv_states.py).
     """
 
     shared = False  # whether its cache is another step's
@@ -51,6 +52,7 @@ class CapturedStep(Lent):
     def __init__(
         self, model: nn.Module, batch: Batch, shapes: Sequence[Cached], capacity: int, graph: GraphOf,
         fused: FusedModel | None = None, watched: Sequence[int] = (), graph_on: GraphOn | None = None,
+        form: str = FLOAT,
     ):  # fmt: skip
         self.batch, self.capacity, self.fused = batch, capacity, fused
         self.verification: Graph | None = None  # the step of several tokens; see drafts.py
@@ -58,7 +60,7 @@ class CapturedStep(Lent):
         self.checks: dict[int, Graph] = {}  # steps of so many tokens, for the drafts of models
         self.drafting: dict[Any, Any] = {}  # of a draft model: its programs (draft_model.py)
         self.exits: dict[int, Any] = {}  # by the number of layers: draft_model.ExitStep
-        self.cache = Cache(layers=[CapturedLayer(shape, batch.rows, capacity, batch.slot) for shape in shapes])
+        self.cache = Cache(layers=[CapturedLayer(shape, batch.rows, capacity, batch.slot, form) for shape in shapes])
         self.mask = torch.zeros(batch.rows, capacity, dtype=torch.int64, device=batch.device)
         self.prompts: Any = None  # prefill.Prompts, made at the first prompt
         self.over: tuple[Contents | None, CacheCall | None] = None, None  # while it is replayed

@@ -4,7 +4,7 @@
 // of 16. KV splits of one head are added up as a tree that their numbers alone give (attention_partials.h): so what a
 // token gets depends on its slots alone.
 #pragma once
-#include "arch/portability.h"
+#include "attention_codes.h"
 
 constexpr int TILE = 16, KV_SPLIT = 256, ROUNDS = KV_SPLIT / TILE / WARPS;
 constexpr int QUERIES = 8;      // of a block at once
@@ -26,7 +26,8 @@ template <int WIDE> constexpr int WARP_STRIDE = WIDE + 4;
 template <int WIDE> constexpr int LEVEL_FLOATS = WIDE + 4;  // of a query's result that waits for the next one
 template <int WIDE> constexpr int QUERY_STRIDE = WARPS * WARP_STRIDE<WIDE> + 4;
 
-// Sizes in elements. qkv[rows tokens, (heads + 2 kv_heads) size]; keys, values[rows, kv_heads, capacity, size];
+// Sizes in elements. qkv[rows tokens, (heads + 2 kv_heads) size]; keys, values[rows, kv_heads, capacity, size], of the
+// same dtype or codes of 8 bits; then also key_scales, value_scales[rows, kv_heads, capacity], bf16;
 // slot[rows]; mask[rows, capacity];
 // positions[rows, tokens]; inv_freq[rotated / 2].
 struct AttentionArgs {
@@ -41,6 +42,7 @@ struct AttentionArgs {
     int32_t* finished;      // [rows kv_heads tiles] zeros, and left so; the first numbers the items that blocks fetch
     int32_t* consumer;      // where the product before counts its columns of q and k (see GemvArgs), or null
     const void* following;  // what the kernel behind will read, or null
+    uint16_t *key_scales, *value_scales;  // or null
     int64_t following_bytes;
     int64_t consumer_columns;  // q's and k's
     int64_t rows, tokens, capacity, heads, kv_heads, size, rotary_dim, window, splits;

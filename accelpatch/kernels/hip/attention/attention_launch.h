@@ -1,7 +1,7 @@
 // Host side of decode attention: where things lie in shared memory, how many blocks, the launch.
 #pragma once
 #include "attention_kernel.h"
-#include "arch/host.h"
+#include "instances.h"
 
 template <int WIDE> AttentionPlan lay_out(const AttentionArgs& a, int64_t stage_buffer, int buffers) {
     AttentionPlan p = {};
@@ -71,9 +71,24 @@ int start_of_rows(const AttentionArgs& a, const AttentionPlan& plan, const Devic
 }
 
 // Whether heads of WIDE columns have kernels of their own kinds, and the buffer of those for SEVERAL: what fits.
-template <int WIDE> constexpr bool KINDS_HERE = ATTENTION_DEEP > ATTENTION_SHALLOW&& WIDE <= 128;
-template <int WIDE> constexpr int OF_SEVERAL = WIDE > 64 ? ATTENTION_SHALLOW : ATTENTION_DEEP;
+// Bytes of the multi-stage buffers: of codes as many stages as of numbers, and more, in fewer bytes.
+template <class T> constexpr int DEEP_BUFFER = CODED<T> ? ATTENTION_SHALLOW : ATTENTION_DEEP;
+template <class T> constexpr int SHALLOW_BUFFER = CODED<T> ? ATTENTION_SHALLOW / 4 * 3 : ATTENTION_SHALLOW;
+template <class T, int WIDE> constexpr bool KINDS_HERE = DEEP_BUFFER<T> > SHALLOW_BUFFER<T>&& WIDE <= 128;
+template <class T, int WIDE> constexpr int OF_SEVERAL = WIDE > 64 ? SHALLOW_BUFFER<T> : DEEP_BUFFER<T>;
 
-// The launch of kind ONE, whose kernels are half of all: a source of its own, compiled beside the rest.
+// Launches of kind ONE by their buffer.
+template <class T, int WIDE>
+int one_by_buffer(
+    const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits, bool deep, GpuStream s) {
+    if constexpr (KINDS_HERE<T, WIDE> && HAS<WIDE>) {
+        if (deep) return start_of_rows<T, WIDE, DEEP_BUFFER<T>, ONE>(a, plan, limits, s);
+        if constexpr (WIDE > 64) return start_of_rows<T, WIDE, SHALLOW_BUFFER<T>, ONE>(a, plan, limits, s);
+    }
+    return STATUS_FORMAT;
+}
+
+// The launch of kind ONE over a cache of numbers, whose kernels are half of all: a source of its own, compiled beside
+// the rest.
 int start_of_one(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits, int dtype, bool deep,
     GpuStream stream);

@@ -5,7 +5,7 @@
 
 // What a lane's queries may see of a segment.
 template <class T, int WIDE> struct View {
-    using Tile = AttentionTile<T>;
+    using Tile = CacheTile<T>;
     const HeadStager<T, WIDE>& stager;
     const Words4* query;  // of shared memory: what the lane gives to products with keys
     // The queries' slots, and the ones before the first that they see.
@@ -31,7 +31,7 @@ template <class T, int WIDE> struct View {
 // the sum of its weights, and the weighted sums of values. SOLE: there is but one query.
 template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHEDULE> struct Softmax {
     using Stream = CacheStream<T, WIDE, BUFFER_BYTES, ONCE, SCHEDULE>;
-    using Tile = AttentionTile<T>;
+    using Tile = CacheTile<T>;
     static constexpr int SETS = Stream::SETS;
     static constexpr int OWN = SOLE ? 1 : Tile::QUERIES_PER_LANE;
     static DEVICE constexpr bool wanted(int i) { return Tile::which(i) < OWN; }  // whether a score is
@@ -44,7 +44,8 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
     DEVICE void split(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, int begin) {
         static_assert(ROUNDS == 2, "two tiles of keys, two of values");
         float s[ROUNDS][4] = {};
-        const uint32_t shown = stream.given(begin, view.slot), given[ROUNDS] = {shown & 0xffffu, shown >> TILE};
+        const uint32_t shown = stream.given(begin, view.slot, view.stager),
+                       given[ROUNDS] = {shown & 0xffffu, shown >> TILE};
         keys<0>(a, stream, view, begin + tile_at(0), s[0], given[0]);
         keys<1>(a, stream, view, begin + tile_at(1), s[1], given[1]);
 #pragma unroll
@@ -70,6 +71,10 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
         for (auto& set : sums)
             for (auto& part : set)
                 for (float& v : part) v = 0.f;
+        if constexpr (CODED<T>)
+#pragma unroll
+            for (int i = 0; i < 4 * ROUNDS; ++i)  // all lanes call it
+                s[i / 4][i % 4] = rounded_multiply(s[i / 4][i % 4], stream.template scale_of<true>(i / 4, i % 4));
         add_values<2>(a, stream, view, begin + tile_at(0), given[0], s[0]);
         add_values<3>(a, stream, view, begin + tile_at(1), given[1], s[1]);
     }
@@ -85,7 +90,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
             warp_sync();  // all lanes' copies have come
 #pragma unroll
             for (int step = 0; step < Stream::STEPS; ++step) {
-                const Words4 q = view.query[4 * step + fragment_quarter()];
+                const Words4 q = view.query[Stream::query_chunk(step)];
                 Words4 k[ROWS_PER_LANE];
 #pragma unroll
                 for (int h = 0; h < ROWS_PER_LANE; ++h) k[h] = stream.key(ROUND, h, step);
@@ -101,8 +106,11 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
         }
         // With a softcap a.scaling is 2 log2(e) / softcap times the scores' own: tanh(x) = 1 - 2 / (e^2x + 1).
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            s[i] = wanted(i) ? rounded_multiply(scores.score(i), a.scaling) : 0.f;  // in each of the kernels alike
+        for (int i = 0; i < 4; ++i) {
+            float score = scores.score(i);
+            if constexpr (CODED<T>) score = rounded_multiply(score, stream.template scale_of<false>(ROUND, i));
+            s[i] = wanted(i) ? rounded_multiply(score, a.scaling) : 0.f;  // in each of the kernels alike
+        }
         if (a.softcap > 0.f)
 #pragma unroll
             for (int i = 0; i < 4; ++i) s[i] = a.softcap * (1.f - 2.f * fast_reciprocal(fast_exp2(s[i]) + 1.f));
@@ -122,16 +130,22 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
         stream.wait();
         if (seen_tile(a, view.slot, slot)) {
             const bool new_ones = slot + TILE > view.slot;
-            if (RARELY(~given & (new_ones ? (1u << max(view.slot - slot, 0)) - 1 : 0xffffu)))
+            if (RARELY(!CODED<T> && ~given & (new_ones ? (1u << max(view.slot - slot, 0)) - 1 : 0xffffu)))
                 stream.template hide<STAGE>(given);
             if (RARELY(new_ones && view.several)) stream.template put_new<STAGE>(slot, view.slot, view.stager);
             warp_sync();  // all lanes' copies have come
             const Words4* values = stream.values(STAGE);
 #pragma unroll
             for (int set = 0; set < SETS; ++set)
+                if constexpr (CODED<T>)
 #pragma unroll
-                for (int part = 0; part < Tile::PARTS; ++part)
-                    Tile::add_values(sums[set][part], values, Stream::CHUNKS, set, part, weights);
+                    for (int part = 0; part < Tile::PARTS; part += 2)
+                        Tile::add_codes(sums[set][part], sums[set][part + 1], values, Stream::CHUNKS,
+                            set * Tile::PARTS + part, weights);
+                else
+#pragma unroll
+                    for (int part = 0; part < Tile::PARTS; ++part)
+                        Tile::add_values(sums[set][part], values, Stream::CHUNKS, set, part, weights);
             warp_sync();  // before others' places take new tiles
         }
         stream.template after<STAGE>();

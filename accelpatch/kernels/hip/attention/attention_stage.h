@@ -96,10 +96,32 @@ template <class T, int WIDE> struct HeadRow {
             own[e] = column(e) < int(a.rotary_dim) ? rotated : own[e];
         }
     }
-    DEVICE void leave(uint16_t* into, int columns) const {
+    DEVICE void leave(char* into, int columns) const {
 #pragma unroll
         for (int e = 0; e < EACH; ++e)
-            if (column(e) < columns) into[column(e)] = static_cast<uint16_t>(own[e]);
+            if (column(e) < columns) reinterpret_cast<uint16_t*>(into)[column(e)] = static_cast<uint16_t>(own[e]);
+    }
+    // The numbers become codes; returns their scale. A row that is not all numbers has a scale that is none.
+    DEVICE uint16_t encode() {
+        float most = 0.f, odd = 0.f;
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+            const float v = T::up(own[e]);
+            most = fmaxf(most, fabsf(v)), odd += v == v ? 0.f : v;
+        }
+        for (int step = 1; step < WARP_SIZE; step *= 2)
+            most = fmaxf(most, lane_xor(most, step)), odd += lane_xor(odd, step);
+        const uint32_t scale = Bf16::down((most + odd) / T::Codes::LARGEST);
+        const float by = Bf16::up(scale);
+        const bool fit = by > 0.f && by < INFINITY;
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) own[e] = fit ? T::Codes::rounded(T::up(own[e]) / by) : 0u;
+        return static_cast<uint16_t>(scale);
+    }
+    DEVICE void leave_codes(char* into, int columns) const {
+#pragma unroll
+        for (int e = 0; e < EACH; ++e)
+            if (column(e) < columns) into[column(e)] = static_cast<char>(own[e]);
     }
 };
 
@@ -119,11 +141,19 @@ template <class T, int WIDE> struct HeadStager {
         return reinterpret_cast<float*>(shared + plan.angles_at) + token * a.rotary_dim;
     }
     DEVICE int queries(const Segment& s) const { return min(QUERIES, int(a.tokens) * plan.group - s.tile * QUERIES); }
-    DEVICE const uint16_t* value(int token) const { return reinterpret_cast<const uint16_t*>(fresh(token, 1)); }
+    DEVICE const char* value(int token) const { return fresh(token, 1); }
 
     // A piece of a new key or value.
-    DEVICE Words4 fresh_piece(int token, int value, int chunk) const {
-        return reinterpret_cast<const Words4*>(fresh(token, value))[chunk];
+    template <class PIECE> DEVICE PIECE fresh_piece(int token, int value, int chunk) const {
+        return reinterpret_cast<const PIECE*>(fresh(token, value))[chunk];
+    }
+    // Of codes: where a new key's or value's scale lies; those of a token, the value's in the upper half. The value of
+    // a lone token comes later, and is added by itself.
+    DEVICE uint16_t* fresh_scale(int token, int value) const {
+        return reinterpret_cast<uint16_t*>(fresh(token, value) + WIDE * 2);
+    }
+    DEVICE uint32_t fresh_scales(int token) const {
+        return *fresh_scale(token, 0) | (a.tokens > 1 ? uint32_t(*fresh_scale(token, 1)) << 16 : 0u);
     }
     DEVICE void switch_to(int other) {  // a row's angles; they need nothing of the kernel before
         if (other == row) return;
@@ -134,7 +164,8 @@ template <class T, int WIDE> struct HeadStager {
     // One row of a segment's: of a query, or of a new key or value.
     struct Task {
         const uint16_t *from, *norm;
-        uint16_t *into, *kept;  // shared memory; the cache, or null
+        char *into, *kept;                   // shared memory; the cache, or null
+        uint16_t *fresh_scale, *kept_scale;  // of codes, or null
         int token;
         bool rotated;
     };
@@ -147,12 +178,29 @@ template <class T, int WIDE> struct HeadStager {
             mine ? s.kv * plan.group + q - token * plan.group : int(a.heads) + value * int(a.kv_heads) + s.kv;
         Task t = {static_cast<const uint16_t*>(a.qkv) +
                       ((s.row * a.tokens + token) * (a.heads + 2 * a.kv_heads) + of) * a.size,
-            static_cast<const uint16_t*>(mine ? a.q_norm : a.k_norm),
-            reinterpret_cast<uint16_t*>(mine ? query(i) : fresh(token, value)), nullptr, token, mine || !value};
-        if (!mine && s.tile == 0)
-            t.kept = static_cast<uint16_t*>(value ? a.values : a.keys) +
-                     ((s.row * a.kv_heads + s.kv) * a.capacity + s.slot + token) * a.size;
+            static_cast<const uint16_t*>(mine ? a.q_norm : a.k_norm), mine ? query(i) : fresh(token, value), nullptr,
+            mine ? nullptr : fresh_scale(token, value), nullptr, token, mine || !value};
+        if (!mine && s.tile == 0) {
+            const int64_t slot = (s.row * a.kv_heads + s.kv) * a.capacity + s.slot + token;
+            t.kept = static_cast<char*>(value ? a.values : a.keys) + slot * a.size * CACHE_BYTES<T>;
+            if (CODED<T>) t.kept_scale = (value ? +a.value_scales : +a.key_scales) + slot;
+        }
         return t;
+    }
+    // Into shared memory, and a new key or value into the cache, by every block of the head alike.
+    DEVICE void leave(HeadRow<T, WIDE>& row, const Task& t) const {
+        if constexpr (CODED<T>) {
+            if (t.fresh_scale) {
+                const uint16_t scale = row.encode();
+                row.leave_codes(t.into, WIDE);
+                if (t.kept) row.leave_codes(t.kept, int(a.size));
+                if (lane_id() == 0) *t.fresh_scale = scale;
+                if (lane_id() == 0 && t.kept) *t.kept_scale = scale;
+                return;
+            }
+        }
+        row.leave(t.into, WIDE);
+        if (t.kept) row.leave(t.kept, int(a.size));
     }
     // All threads call it, and may read what it left when it returns. `first`: the warp's task(), `rotation` its
     // angles.
@@ -162,8 +210,7 @@ template <class T, int WIDE> struct HeadStager {
         for (int i = threadIdx.x / WARP_SIZE; i < tasks;) {
             HeadRow<T, WIDE> row(a, first.from, first.rotated, words);
             if (first.rotated) row.rotate(a, first.norm, rotation);
-            row.leave(first.into, WIDE);
-            if (first.kept) row.leave(first.kept, int(a.size));  // by every block of the head alike
+            leave(row, first);
             if ((i += WARPS) < tasks) first = task(s, i), rotation = Angles(a, angles(first.token));
         }
         __syncthreads();
@@ -171,9 +218,8 @@ template <class T, int WIDE> struct HeadStager {
     // The value of the one new token, by one warp.
     DEVICE void stage_value(const Segment& s) const {
         const Task t = task(s, queries(s) + 1);
-        const HeadRow<T, WIDE> row(a, t.from, false, false);
-        row.leave(t.into, WIDE);
-        if (t.kept) row.leave(t.kept, int(a.size));
+        HeadRow<T, WIDE> row(a, t.from, false, false);
+        leave(row, t);
     }
     // Behind the last KV split, which begins at slot `begin`: the kernel before has to end at last.
     DEVICE void wait_for_value(const Segment& s, int begin, int warp) const {

@@ -2,17 +2,26 @@
 // NVIDIA a multi-stage buffer in shared memory, lines of it copied by neighbouring lanes and read by all; on AMD
 // registers, one tile ahead, of what the lane needs.
 #pragma once
+#include <type_traits>
+
 #include "attention.h"
 
 // ONCE: no other block reads the same keys and values.
 template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct CacheStream {
-    using Tile = AttentionTile<T>;
-    static constexpr int STEPS = WIDE / 32;                                             // of 64 bytes of a key
-    static constexpr int SETS = WIDE / 8 > Tile::CHUNKS ? WIDE / 8 / Tile::CHUNKS : 1;  // of chunks of a value
-    static constexpr int CHUNKS = WIDE / 8;                                             // of 16 bytes, of a slot
-    static constexpr int KEYS = SHARED_STAGES ? TILE * CHUNKS / WARP_SIZE : ROWS_PER_LANE * STEPS,
+    using Tile = CacheTile<T>;
+    static constexpr bool CODES = CODED<T>;
+    static constexpr int BYTES = CACHE_BYTES<T>;
+    static constexpr int STEPS = WIDE / 32;                                             // products of a key
+    static constexpr int SETS = WIDE / 8 > Tile::CHUNKS ? WIDE / 8 / Tile::CHUNKS : 1;  // of eight columns of a value
+    static constexpr int CHUNKS = WIDE * BYTES / 16;                                    // of 16 bytes, of a slot
+    static constexpr int KEY_PIECES = STEPS * BYTES / 2;                                // of a lane, of a slot
+    static constexpr int KEYS = SHARED_STAGES ? TILE * CHUNKS / WARP_SIZE : ROWS_PER_LANE * KEY_PIECES,
                          VALUES = SHARED_STAGES ? KEYS : 4 * SETS;  // pieces of a lane
-    static constexpr int PIECES = KEYS > VALUES ? KEYS : VALUES, TILE_BYTES = PIECES * WARP_SIZE * 16;
+    // Bytes of a value's piece: of codes in registers eight columns, as of numbers.
+    static constexpr int VALUE_BYTES = SHARED_STAGES ? 16 : 8 * BYTES;
+    static constexpr int PIECES = KEYS > VALUES *VALUE_BYTES / 16 ? KEYS : VALUES *VALUE_BYTES / 16,
+                         TILE_BYTES = PIECES * WARP_SIZE * 16;
+    template <bool VALUE> static constexpr int PIECE_BYTES = VALUE ? VALUE_BYTES : 16;
     static constexpr int DEPTH =
         SHARED_STAGES ? (BUFFER_BYTES / (WARPS * TILE_BYTES) > 2 ? BUFFER_BYTES / (WARPS * TILE_BYTES) : 2) : 2;
     static_assert(DEPTH <= SCHEDULE::MOST_STAGES, "it asks for an item no earlier than in the split behind it");
@@ -24,8 +33,10 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
     SCHEDULE schedule;
     // Of the KV split that is asked for; KV splits left of its segment; the buffer's slot; the row's.
     int begin = 0, left = 0, place = 0, own = 0;
-    int64_t row = 0, at = 0;  // elements before the mask's row and the head's keys
-    int64_t masks[MASKS];     // a slot of the warp's tiles of a KV split to each of 32 lanes
+    int64_t row = 0, head = 0, at = 0;  // elements before the mask's row, and the head's scales and keys
+    int64_t masks[MASKS];               // a slot of the warp's tiles of a KV split to each of 32 lanes
+    uint32_t scales[MASKS];             // of codes: of that slot's key, and of its value in the upper half
+    uint32_t scale = 0;                 // the same of the KV split that is added up; zero where nothing is given
     Words4 held[SHARED_STAGES ? 1 : 2][SHARED_STAGES ? 1 : PIECES];
 
     DEVICE CacheStream(const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all, const SCHEDULE& behind,
@@ -45,12 +56,12 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
     template <int STAGE> DEVICE void bring() const {
         const int slot = begin + tile_at(STAGE % 2);
         if (left > 1 && slot + TILE <= own && lane_id() == 0)
-            prefetch_l2(static_cast<const char*>(STAGE / 2 ? a.values : a.keys) + (at + slot * a.size) * 2,
-                int(a.size) * (TILE * 2));
+            prefetch_l2(static_cast<const char*>(STAGE / 2 ? a.values : a.keys) + (at + slot * a.size) * BYTES,
+                int(a.size) * (TILE * BYTES));
     }
     DEVICE void switch_to(const Segment& s) {
         begin = s.begin, left = s.count, own = s.slot, row = s.row * a.capacity,
-        at = (s.row * a.kv_heads + s.kv) * a.capacity * a.size;
+        head = (s.row * a.kv_heads + s.kv) * a.capacity, at = head * a.size;
     }
     template <int STAGE> DEVICE void first() {
         if constexpr (STAGE < DEPTH) prefetch<STAGE % 4, STAGE / 4, !FIRST_KNOWN || (STAGE > 0)>(), first<STAGE + 1>();
@@ -63,7 +74,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
                        schedule.next(s, a, plan, all))
             switch_to(s);
         if (const int slot = begin + masked_at(); STAGE == 0 && left > 0)
-            masks[MASK] = slot < own ? a.mask[row + slot] : 0;
+            masks[MASK] = slot < own ? a.mask[row + slot] : 0, scales[MASK] = scale_at(slot);
         if (const int slot = begin + tile_at(STAGE % 2); left > 0 && seen_tile(a, own, slot)) {
             if (!SHARED_STAGES && a.size == WIDE && slot + TILE <= own) copy<STAGE, true>(slot);
             else copy<STAGE, false>(slot);
@@ -72,6 +83,10 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
         commit_copies();
         if (SHARED_STAGES) place = place + 1 == DEPTH ? 0 : place + 1;
     }
+    DEVICE uint32_t scale_at(int slot) const {
+        if (!CODES || slot >= own) return 0;
+        return uint32_t(a.key_scales[head + slot]) | uint32_t(a.value_scales[head + slot]) << 16;
+    }
     // FULL: all of the tile is cached, and a head fills its columns; else what is missing is zero. The code of a
     // multi-stage buffer has no room for both: instructions that are jumped over delay those behind them.
     template <int STAGE, bool FULL> DEVICE void copy(int slot) {
@@ -79,24 +94,26 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
         const int cached = FULL ? TILE : own - slot, size = FULL ? WIDE : int(a.size),
                   own_slot = slot_of_piece<VALUE>(0), own_chunk = chunk_of_piece<VALUE>(0);
         const char* from = static_cast<const char*>(VALUE ? a.values : a.keys) +
-                           (at + (slot + own_slot) * int64_t(size)) * 2 + own_chunk * 16;
+                           (at + (slot + own_slot) * int64_t(size)) * BYTES + own_chunk * PIECE_BYTES<VALUE>;
 #pragma unroll
         for (int i = 0; i < (VALUE ? VALUES : KEYS); ++i) {
             const int s = slots_after<VALUE>(i), chunk = chunks_after<VALUE>(i);
-            const bool there = FULL ? own_chunk < CHUNKS : s + own_slot < cached && (chunk + own_chunk) * 8 < size;
-            const char* at = from + int64_t(s) * (size * 2) + chunk * 16;
-            if constexpr (ONCE) stream_once16(piece(STAGE, i), at, there);
-            else stream_copy<16>(piece(STAGE, i), at, there);
+            constexpr int SIZE = PIECE_BYTES<VALUE>, COLUMNS = SIZE / BYTES;
+            const bool there =
+                FULL ? own_chunk < WIDE / COLUMNS : s + own_slot < cached && (chunk + own_chunk) * COLUMNS < size;
+            const char* at = from + int64_t(s) * (size * BYTES) + chunk * SIZE;
+            if constexpr (ONCE && SIZE == 16) stream_once16(piece<VALUE>(STAGE, i), at, there);
+            else stream_copy<SIZE>(piece<VALUE>(STAGE, i), at, there);
         }
     }
     // The slot and the chunk of a lane's pieces: of the first, and how much further the i-th is.
     template <bool VALUE> static DEVICE int slots_after(int i) {
         if constexpr (SHARED_STAGES) return i * WARP_SIZE / CHUNKS;
-        else return VALUE ? Tile::value_slot_after(i % 4) : 8 * (i / STEPS);
+        else return VALUE ? Tile::value_slot_after(i % 4) : 8 * (i / KEY_PIECES);
     }
     template <bool VALUE> static DEVICE int chunks_after(int i) {
         if constexpr (SHARED_STAGES) return 0;
-        else return VALUE ? i / 4 * Tile::CHUNKS : 4 * (i % STEPS);
+        else return VALUE ? i / 4 * Tile::CHUNKS : 4 * (i % KEY_PIECES);
     }
     template <bool VALUE> static DEVICE int slot_of_piece(int i) {
         if constexpr (SHARED_STAGES) return lane_id() / CHUNKS + slots_after<VALUE>(i);
@@ -108,29 +125,53 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
     }
     // The slots of a KV split that are given, a bit each of the warp's tiles': shown by the mask, or new, and in some
     // token's window. Once a KV split, of a row whose first new token has the slot `cached`.
-    DEVICE uint32_t given(int split, int cached) {
+    template <class STAGER> DEVICE uint32_t given(int split, int cached, const STAGER& stager) {
         const int slot = split + masked_at();
-        const bool shown = slot < cached ? masks[0] != 0 : slot < cached + int(a.tokens);
-        const uint32_t all_given = lane_vote(slot >= first_seen(a, cached) && shown);
+        const bool fresh = slot >= cached && slot < cached + int(a.tokens);
+        const bool shown = slot < cached ? masks[0] != 0 : fresh, mine = slot >= first_seen(a, cached) && shown;
+        const uint32_t all_given = lane_vote(mine);
+        if constexpr (CODES) scale = !mine ? 0 : fresh ? stager.fresh_scales(slot - cached) : scales[0];
 #pragma unroll
-        for (int i = 1; i < MASKS; ++i) masks[i - 1] = masks[i];
+        for (int i = 1; i < MASKS; ++i) masks[i - 1] = masks[i], scales[i - 1] = scales[i];
         return all_given;
     }
+    // The scale of the i-th of a lane's slots of a round's tile: of the key, or of the value.
+    template <bool VALUE> DEVICE float scale_of(int round, int i) const {
+        const uint32_t both = float_to_bits(from_lane(bits_to_float(scale), round * TILE + Tile::slot(i)));
+        return VALUE ? Bf16::up_high(both) : Bf16::up(both);
+    }
     static DEVICE int masked_at() { return tile_at(lane_id() / TILE % 2) + lane_id() % TILE; }
-    DEVICE Words4* piece(int stage, int i) {
+    // Where a slot has four chunks, two of them fill the banks.
+    static DEVICE constexpr int mixed(int slot) {
+        if constexpr (CHUNKS < 8) return slot >> 1 & 3;
+        else return Tile::mixed(slot);
+    }
+    template <bool VALUE> DEVICE char* piece(int stage, int i) {
         if constexpr (SHARED_STAGES)
-            return tile() + i * WARP_SIZE +
-                   (lane_id() ^ Tile::mixed(lane_id() / CHUNKS) ^ Tile::mixed(i * WARP_SIZE / CHUNKS));
-        else return &held[stage % 2][i];
+            return reinterpret_cast<char*>(
+                tile() + i * WARP_SIZE + (lane_id() ^ mixed(lane_id() / CHUNKS) ^ mixed(i * WARP_SIZE / CHUNKS)));
+        else return reinterpret_cast<char*>(held[stage % 2]) + i * PIECE_BYTES<VALUE>;
     }
     DEVICE Words4* tile() { return reinterpret_cast<Words4*>(stage_buffer + place * TILE_BYTES); }
     // What a lane gives to a product: four lanes' chunks follow each other; of an odd step they lie before those of the
     // even one for half of the slots.
     DEVICE Words4 key(int stage, int h, int step) {
+        if constexpr (CODES) {  // a piece is of two steps
+            const Words4 v = key_piece(stage, h, step / 2);
+            return step % 2 ? expanded<typename T::Codes>(v.z, v.w) : expanded<typename T::Codes>(v.x, v.y);
+        } else {
+            return key_piece(stage, h, step);
+        }
+    }
+    DEVICE Words4 key_piece(int stage, int h, int i) {
         if constexpr (SHARED_STAGES)
-            return tile()[fragment_row(h) * CHUNKS + step / 2 * 8 +
-                          (fragment_quarter() ^ Tile::mixed(fragment_row(0)) ^ step % 2 * 4)];
-        else return held[stage % 2][h * STEPS + step];
+            return tile()[fragment_row(h) * CHUNKS + i / 2 * 8 +
+                          (fragment_quarter() ^ mixed(fragment_row(0)) ^ i % 2 * 4)];
+        else return held[stage % 2][h * KEY_PIECES + i];
+    }
+    // Which eight columns of a query belong to what key() gives.
+    static DEVICE int query_chunk(int step) {
+        return CODES ? step / 2 * 8 + 2 * fragment_quarter() + step % 2 : 4 * step + fragment_quarter();
     }
     DEVICE const Words4* values(int stage) {
         if constexpr (SHARED_STAGES) return tile();
@@ -147,29 +188,33 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
 #pragma unroll 1
             for (int token = max(slot - cached, 0); token < min(slot + TILE - cached, int(a.tokens)); ++token) {
                 const int s = cached + token - slot;
-                if (chunk < WIDE / 8)
-                    into[s * CHUNKS + (chunk ^ Tile::mixed(s))] = stager.fresh_piece(token, VALUE, chunk);
+                if (chunk < CHUNKS)
+                    into[s * CHUNKS + (chunk ^ mixed(s))] = stager.template fresh_piece<Words4>(token, VALUE, chunk);
             }
             warp_sync();
         } else {
-            each<STAGE>([&](Words4& at, int s, int chunk) {
-                if (const int token = slot + s - cached; token >= 0 && token < int(a.tokens) && chunk * 8 < WIDE)
-                    at = stager.fresh_piece(token, VALUE, chunk);
+            each<STAGE>([&](auto& at, int s, int chunk) {
+                using Piece = std::remove_reference_t<decltype(at)>;
+                if (const int token = slot + s - cached;
+                    token >= 0 && token < int(a.tokens) && chunk * int(sizeof(at)) < WIDE * BYTES)
+                    at = stager.template fresh_piece<Piece>(token, VALUE, chunk);
             });
         }
     }
     // Zeros for the values of slots that are not given: what they hold must not matter.
     template <int STAGE> DEVICE void hide(uint32_t given) {
-        each<STAGE>([&](Words4& at, int s, int) {
-            if (!(given >> s & 1)) at = {0, 0, 0, 0};
+        each<STAGE>([&](auto& at, int s, int) {
+            if (!(given >> s & 1)) at = {};
         });
     }
     // All that a lane holds of a tile; rarely done, and rolled.
     template <int STAGE, class WORK> DEVICE void each(const WORK& work) {
         constexpr bool VALUE = STAGE / 2;
-#pragma unroll(SHARED_STAGES ? 1 : PIECES)
+#pragma unroll(SHARED_STAGES ? 1 : KEYS + VALUES)
         for (int i = 0; i < (VALUE ? VALUES : KEYS); ++i)
-            work(*piece(STAGE, i), slot_of_piece<VALUE>(i), chunk_of_piece<VALUE>(i));
+            work(*reinterpret_cast<std::conditional_t<PIECE_BYTES<VALUE> == 16, Words4, Words2>*>(
+                     piece<VALUE>(STAGE, i)),
+                slot_of_piece<VALUE>(i), chunk_of_piece<VALUE>(i));
     }
     // Waits for the oldest tile, which piece() gives until after().
     DEVICE void wait() { wait_copies<DEPTH>(); }

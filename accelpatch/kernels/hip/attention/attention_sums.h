@@ -31,8 +31,8 @@ template <class T, int WIDE> struct Adder {
     }
     // value: of the query's own slot, which warp `owner` has seen; null where that is not in the KV split. level_sums:
     // memory of the query's.
-    DEVICE void add(const float* states, const float* tops, int split, const uint16_t* value, int owner,
-        float* level_sums, int levels) const {
+    DEVICE void add(const float* states, const float* tops, int split, const char* value, int owner, float* level_sums,
+        int levels) const {
         float one[STRIPS][WARPS][4], known[2 * WARPS];  // all are under way before the first is needed
 #pragma unroll
         for (int w = 0; w < WARPS; w += 2) load_floats<4>(known + 2 * w, tops + 2 * w);
@@ -62,7 +62,8 @@ template <class T, int WIDE> struct Adder {
             const int column = lane_id() * 4 + strip * COLUMNS;
             if (value && column < int(a.size))
 #pragma unroll
-                for (int i = 0; i < 4; ++i) part.sums[i] = fmaf(own, T::up(value[column + i]), part.sums[i]);
+                for (int i = 0; i < 4; ++i)
+                    part.sums[i] = fmaf(own, fresh_number<T, WIDE>(value, column + i), part.sums[i]);
             if (s.single() && column < int(a.size)) store(column, part);
         }
         if (!s.single()) pass(split, parts, level_sums, levels);

@@ -15,6 +15,7 @@ from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.compiling.gpu_libraries import WIDTHS
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import Signal
+from accelpatch.kernels.layouts.kv_states import FLOAT, LARGEST, States, format_of, part_of, tensors_of
 from accelpatch.kernels.triton.launch import on_device
 
 FUNCTION = "decode_attention"
@@ -25,7 +26,7 @@ LOG2_E = 1.4426950408889634
 
 _POINTERS = (
     "qkv", "positions", "slot", "mask", "keys", "values", "inv_freq", "q_norm", "k_norm", "y", "partials", "finished",
-    "consumer", "following",
+    "consumer", "following", "key_scales", "value_scales",
 )  # fmt: skip
 _SIZES = (
     "following_bytes", "consumer_columns", "rows", "tokens", "capacity", "heads", "kv_heads", "size", "rotary_dim",
@@ -52,24 +53,38 @@ def widest(device: Device) -> int:
     return next((columns for columns, room in ((256, 227), (128, 163)) if device.facts.block_shared >= room * KIB), 64)
 
 
-def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | None:
-    """Why the library does not support such a layer; None where it does."""
+def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device, cache: str = FLOAT) -> str | None:
+    """Why the library does not support such a layer; None where it does. cache: the format of keys and values."""
+    if cache != FLOAT and (reason := _codes_why_not(shape, dtype, cache)):
+        return reason
     if dtype not in binding.DTYPES or shape.inv_freq.dtype != torch.float32:
         return f"it takes bfloat16 or float16, and frequencies in float32, not {dtype} and {shape.inv_freq.dtype}"
     most = widest(device)
     if shape.size % 8 or shape.size > most or shape.heads % shape.kv_heads:
         takes = f"heads of 8 to {most} columns, a multiple of 8, on {device.arch}"
         return f"it takes {takes}, not {shape.heads} on {shape.kv_heads} of {shape.size}"
-    return libraries.why_not(library(shape.size, dtype), device)
+    return libraries.why_not(library(shape.size, dtype, cache), device)
 
 
-def library(size: int, dtype: torch.dtype) -> str:
+def _codes_why_not(shape: AttentionShape, dtype: torch.dtype, cache: str) -> str | None:
+    """Why no kernel of the library reads such a cache beside this dtype; None where one does."""
+    if cache not in LARGEST or dtype != torch.bfloat16:
+        return f"it takes a cache in int8 or fp8 beside bfloat16, not one in {cache} beside {dtype}"
+    return None if shape.size % 16 == 0 else f"over a cache in {cache} it takes heads of a multiple of 16 columns"
+
+
+def function(cache: str) -> str:
+    """The function of the C interface, less its prefix, for a cache in a format."""
+    return FUNCTION if cache == FLOAT else f"{FUNCTION}_{cache}"
+
+
+def library(size: int, dtype: torch.dtype, cache: str = FLOAT) -> str:
     """The device library for heads of a size."""
-    return binding.library_name(FUNCTION, dtype, str(_columns(size)))
+    return binding.library_name(function(cache), dtype, str(_columns(size)))
 
 
 def decode_attention_(
-    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape,
+    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: States, values: States, shape: AttentionShape,
     following: Tensor | None = None, consumer: Signal | None = None,
 ) -> Tensor:  # fmt: skip
     """As the operation; qkv, positions, slot, mask and the cache must be contiguous. Raises KernelError if refused."""
@@ -85,8 +100,8 @@ def decode_attention_(
             positions[some],
             slot[some],
             mask[some],
-            keys[some],
-            values[some],
+            part_of(keys, some),
+            part_of(values, some),
             shape,
             following,
             None if rows > ROWS else consumer,
@@ -95,18 +110,18 @@ def decode_attention_(
 
 
 def _launch(
-    qkv: Tensor, y: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor,
+    qkv: Tensor, y: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: States, values: States,
     shape: AttentionShape, following: Tensor | None, consumer: Signal | None,
 ) -> None:  # fmt: skip
     args = arguments(qkv, y, positions, slot, mask, keys, values, shape, following, consumer)
     with on_device(qkv):
-        entry = _entry(shape.size, qkv.dtype, probe(qkv.device))
+        entry = _entry(shape.size, qkv.dtype, probe(qkv.device), format_of(keys))
         status = entry(ctypes.byref(args), binding.DTYPES.index(qkv.dtype), binding.stream_of(qkv))
-        binding.check(status, f"accelpatch_{FUNCTION}")
+        binding.check(status, f"accelpatch_{function(format_of(keys))}")
 
 
 def arguments(
-    qkv: Tensor, y: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor,
+    qkv: Tensor, y: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: States, values: States,
     shape: AttentionShape, following: Tensor | None, consumer: Signal | None = None,
 ) -> AttentionArgs:  # fmt: skip
     """The launch arguments."""
@@ -116,8 +131,10 @@ def arguments(
     counters = -(-heads // 4) * 4
     partials = heads * min(queries, QUERIES) * splits * _columns(shape.size) // PIECE * (PARTIAL_HEAD + PIECE)
     zeros = shape.memory.first(counters + partials, qkv.device)
+    (codes, *key_scales), (value_codes, *value_scales) = tensors_of(keys), tensors_of(values)
     held = {
-        "qkv": qkv, "positions": positions, "slot": slot, "mask": mask, "keys": keys, "values": values, "y": y,
+        "qkv": qkv, "positions": positions, "slot": slot, "mask": mask, "keys": codes, "values": value_codes, "y": y,
+        "key_scales": next(iter(key_scales), None), "value_scales": next(iter(value_scales), None),
         "partials": zeros[counters:], "finished": zeros,
         "inv_freq": shape.inv_freq, "q_norm": shape.q_norm, "k_norm": shape.k_norm, "following": following,
     }  # fmt: skip
@@ -140,7 +157,7 @@ def _columns(size: int) -> int:
 
 
 @cache
-def _entry(size: int, dtype: torch.dtype, device: Device) -> Any:
-    entry = getattr(libraries.library(library(size, dtype), device), f"accelpatch_{FUNCTION}")
+def _entry(size: int, dtype: torch.dtype, device: Device, cache: str) -> Any:
+    entry = getattr(libraries.library(library(size, dtype, cache), device), f"accelpatch_{function(cache)}")
     entry.restype, entry.argtypes = ctypes.c_int, [ctypes.POINTER(AttentionArgs), ctypes.c_int, ctypes.c_void_p]
     return entry

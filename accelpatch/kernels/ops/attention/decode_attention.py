@@ -29,6 +29,7 @@ from accelpatch.kernels.arguments import require
 from accelpatch.kernels.attention_shape import MAX_NEW_TOKENS, AttentionShape
 from accelpatch.kernels.hip.attention import binding as attention
 from accelpatch.kernels.hip.binding import Signal
+from accelpatch.kernels.layouts.kv_states import FLOAT, States, floats, format_of, scales_why_not
 from accelpatch.kernels.ops.attention import rope
 from accelpatch.kernels.ops.norm import rmsnorm
 from accelpatch.kernels.spec import Implementation, Kernel, Spec
@@ -48,7 +49,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def reference_(
-    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape
+    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: States, values: States, shape: AttentionShape
 ) -> Tensor:
     """In plain torch in qkv's dtype; the softmax in float32 or wider."""
     (rows, tokens), sizes = positions.shape, (shape.heads, shape.kv_heads, shape.kv_heads)
@@ -69,13 +70,13 @@ def reference_(
     return torch.cat(each, dim=2).transpose(1, 2).reshape(*qkv.shape[:-1], -1)
 
 
-def _one(q: Tensor, given: Tensor, own: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
+def _one(q: Tensor, given: Tensor, own: Tensor, keys: States, values: States, shape: AttentionShape) -> Tensor:
     """y[B, Hq, 1, D] of the token at slot own[B, 1], which attends to itself and to earlier slots where given[B, L]."""
     at = torch.arange(keys.shape[2], device=q.device)
     hidden = ~(given & (at <= own) & (at > own - (shape.window or keys.shape[2] + 1)))[:, None, None]
     # what hidden slots hold must not matter
     held = [one.masked_fill(hidden.transpose(2, 3), 0).repeat_interleave(shape.heads // shape.kv_heads, 1)
-            for one in (keys, values)]  # fmt: skip
+            for one in (floats(keys), floats(values))]  # fmt: skip
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ held[0].to(wide).mT * shape.scaling
     if shape.softcap:
@@ -83,26 +84,28 @@ def _one(q: Tensor, given: Tensor, own: Tensor, keys: Tensor, values: Tensor, sh
     return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ held[1].to(wide)).to(q.dtype)
 
 
-def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | None:
-    """Why `decode_attention_` cannot run; None where it can."""
+def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device, cache: str = FLOAT) -> str | None:
+    """Why `decode_attention_` cannot run by a kernel; None where it can. cache: the format of keys and values."""
     if shape.size not in SIZES or shape.heads % shape.kv_heads:
         return f"attention heads of size {shape.size}, {shape.heads} on {shape.kv_heads}"
     if not 0 < shape.rotary_dim <= shape.size:
         return f"a rotary embedding of {shape.rotary_dim} columns on heads of size {shape.size}"
     if device.kind == "cpu":
         return None
-    return None if attention.why_not(shape, dtype, device) is None else why_no_triton(shape, dtype, device)
+    if attention.why_not(shape, dtype, device, cache) is None:
+        return None
+    return why_no_triton(shape, dtype, device, cache)
 
 
-def why_no_triton(shape: AttentionShape, dtype: torch.dtype, device: Device) -> str | None:
-    """Why the Triton kernel cannot run; None where it can."""
+def why_no_triton(shape: AttentionShape, dtype: torch.dtype, device: Device, cache: str = FLOAT) -> str | None:
+    """Why the Triton kernel cannot run; None where it can. cache: the format of keys and values."""
     if dtype == torch.float32 and shape.size > WIDEST:
         return f"attention heads of size {shape.size} in float32"
     return launch.why_not(device, dtype)
 
 
 def by_triton(
-    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape,
+    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: States, values: States, shape: AttentionShape,
     following: Tensor | None = None, consumer: Signal | None = None,
 ) -> Tensor:  # fmt: skip
     """The implementation `triton`; it waits for all of qkv, and prefetches nothing."""
@@ -112,7 +115,7 @@ def by_triton(
 
 
 def by_torch(
-    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape,
+    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: States, values: States, shape: AttentionShape,
     following: Tensor | None = None, consumer: Signal | None = None,
 ) -> Tensor:  # fmt: skip
     """The implementation `torch`: the plain form."""
@@ -120,7 +123,7 @@ def by_torch(
 
 
 def decode_attention_(
-    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape,
+    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: States, values: States, shape: AttentionShape,
     following: Tensor | None = None, consumer: Signal | None = None,
 ) -> Tensor:  # fmt: skip
     """y[B T, Hq D] (or [B, T, ...], as qkv) in qkv's dtype; k and v are written into the cache.
@@ -139,7 +142,7 @@ def decode_attention_(
 
 
 def spec(
-    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape,
+    qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: States, values: States, shape: AttentionShape,
     following: Tensor | None = None, consumer: Signal | None = None,
 ) -> Spec:  # fmt: skip
     """The Spec of a call, for dispatch. Raises KernelError for arguments that do not fit: the kernels trust pointers
@@ -157,11 +160,17 @@ def spec(
     whole = all(one.dtype == torch.int64 for one in (positions, slot, mask))
     require(slot.shape == (rows,), OP, f"slot holds a number for each of {rows} rows, not {list(slot.shape)}")
     require(alike and whole, OP, "q, k, v and the cache have one dtype; positions, slot and mask are int64")
-    return Spec(OP, {"B": rows, "T": tokens, "L": keys.shape[2]}, qkv.dtype, options={"shape": shape})
+    same = format_of(keys) == format_of(values)
+    require(same, OP, f"keys and values are of one format, not {format_of(keys)} and {format_of(values)}")
+    for one in (keys, values):
+        if reason := scales_why_not(one):
+            require(False, OP, reason)
+    options = {"shape": shape, "cache": format_of(keys)}
+    return Spec(OP, {"B": rows, "T": tokens, "L": keys.shape[2]}, qkv.dtype, options=options)
 
 
-def _by(why_not: Callable[[AttentionShape, torch.dtype, Device], str | None]) -> Callable[[Spec, Device], str | None]:
-    return lambda spec, device: why_not(spec.options["shape"], spec.dtype, device)
+def _by(why_not: Callable[..., str | None]) -> Callable[[Spec, Device], str | None]:
+    return lambda spec, device: why_not(spec.options["shape"], spec.dtype, device, spec.options.get("cache", FLOAT))
 
 
 IMPLEMENTATIONS = {

@@ -19,6 +19,7 @@ from torch.nn import functional
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.attention_shape import AttentionShape
+from accelpatch.kernels.layouts.kv_states import States
 from accelpatch.kernels.ops.attention import rope
 from accelpatch.kernels.ops.attention.decode_attention import rotated
 from accelpatch.kernels.ops.attention.flash_attention import flash_attention
@@ -125,11 +126,20 @@ def rotate_by_triton(qkv: Tensor, positions: Tensor, keys: Tensor, values: Tenso
 
 
 def prompt_attention_(
-    qkv: Tensor, positions: Tensor, seen: Shown, keys: Tensor, values: Tensor, shape: AttentionShape, start: int = 0
+    qkv: Tensor, positions: Tensor, seen: Shown, keys: States, values: States, shape: AttentionShape, start: int = 0
 ) -> Tensor:
-    """y[B L, Hq D] in qkv's dtype. qkv must be contiguous and is overwritten; seen: of `shown`."""
-    length = positions.shape[1]
-    rotate_(qkv, positions, keys[:, :, start:], values[:, :, start:], shape)
+    """y[B L, Hq D] in qkv's dtype. qkv must be contiguous and is overwritten; seen: of `shown`.
+
+    Of a cache in 8 bits it attends to what the cache holds, its own tokens too: how a prompt is cut in parts changes
+    nothing, and later steps see the same keys.
+    """
+    batch, length = positions.shape
+    if isinstance(keys, Tensor) and isinstance(values, Tensor):
+        rotate_(qkv, positions, keys[:, :, start:], values[:, :, start:], shape)
+    else:
+        new = qkv.new_empty(2, batch, shape.kv_heads, length, shape.size)
+        rotate_(qkv, positions, new[0], new[1], shape)
+        keys[:, :, start : start + length], values[:, :, start : start + length] = new[0], new[1]
     return attend(qkv, positions, seen, keys[:, :, : start + length], values[:, :, : start + length], shape)
 
 
