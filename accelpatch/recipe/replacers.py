@@ -7,8 +7,9 @@ from accelpatch.recipe.recipe import Recipe
 
 KEEP = "keep"  # leaves the site as it is
 BUILT_IN = (
-    "int8_weight_only", "int4_weight_only", "int3_weight_only", "nf4_weight_only", "fp4_weight_only",
-    "mxfp4_weight_only", "nvfp4_weight_only", "fp8_blocks",
+    "int8_weight_only", "int4_weight_only", "int3_weight_only",
+    "nf4_weight_only", "fp4_weight_only", "mxfp4_weight_only", "nvfp4_weight_only",
+    "fp8_blocks",
     "fp8_weight_only", "w8a8", "w8a8_fp8", "int8_opt", "gguf_blocks", "as_stored", "gemv", "compact", "rmsnorm",
     "layernorm", "fused_layer", "rotary_embedding", "gated_mlp", "flash_attention", "experts", "int8_experts",
     "int4_experts", "mxfp4_experts",

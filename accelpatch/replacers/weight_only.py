@@ -264,5 +264,6 @@ class NVFP4WeightOnly(MXFP4WeightOnly):
 
 
 FORMATS: tuple[type[WeightOnly], ...] = (
-    Int8WeightOnly, Int4WeightOnly, Int3WeightOnly, NF4WeightOnly, FP4WeightOnly, MXFP4WeightOnly, NVFP4WeightOnly
+    Int8WeightOnly, Int4WeightOnly, Int3WeightOnly,
+    NF4WeightOnly, FP4WeightOnly, MXFP4WeightOnly, NVFP4WeightOnly,
 )  # fmt: skip

@@ -52,14 +52,14 @@ def test_the_choice_is_a_recipe_within_the_budget(tmp_path: Path) -> None:
     assert not [site.reason for site in report.sites if site.fused is False]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_it_is_nearer_to_the_original_than_uniform_bits(name: str) -> None:
-    text = windows(CAUSAL[name].make(), None, None, 8, 64)[0]
-    due, losses = logits(CAUSAL[name].make(), text).flatten(0, 1), {}
+def test_it_is_nearer_to_the_original_than_uniform_bits() -> None:
+    """Of a model whose first layers matter more than its last."""
+    text = windows(CAUSAL["llama"].make(), None, None, 8, 64)[0]
+    due, losses = logits(CAUSAL["llama"].make(), text).flatten(0, 1), {}
     uniform = mixed.uniform(recipes.load("int4"), "4-bits-by-32")
-    chosen = accelpatch.choose_bits(CAUSAL[name].make(), 5.0, progress=False)
+    chosen = accelpatch.choose_bits(CAUSAL["llama"].make(), 5.0, progress=False)
     for which, recipe in (("uniform", uniform), ("chosen", chosen.recipe)):
-        model: Any = CAUSAL[name].make()
+        model: Any = CAUSAL["llama"].make()
         accelpatch.patch(model, recipe, verify=False, progress=False)
         assert bits_of(model) <= 5.0
         losses[which] = float(kl_divergence(due, logits(model, text).flatten(0, 1)).mean())

@@ -233,7 +233,7 @@ def test_bad_options() -> None:
         methods.by_method(recipes.load("int4"), "best")
     with pytest.raises(RecipeError, match="exact has no linear layers that gptq makes"):
         methods.by_method(recipes.load("exact"), "gptq")
-    with pytest.raises(RecipeError, match="no recipe has weights of 5 bits; known: 4, 8"):
+    with pytest.raises(RecipeError, match="no recipe has weights of 5 bits; known: 3, 4, 8"):
         methods.of_bits(5)
     with pytest.raises(RecipeError, match="int4 does not calibrate"):
         methods.with_text(recipes.load("int4"), 4, None)
