@@ -183,6 +183,7 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
     "rotary_cos_sin": TRITON,
     "gated_activation": TRITON,
     "decode_attention": (Row(("hip", "triton", "torch")),),
+    "paged_attention": (Row(("cpu", "triton", "torch")),),
     "prepare_query_key": TRITON,
     "prompt_rotary": TRITON,
     "decode_step": (Row(("cpu",)),),

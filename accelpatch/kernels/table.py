@@ -38,6 +38,7 @@ TABLE: Mapping[str, str] = {
     "rotary_cos_sin": "attention.rope",
     "gated_activation": "activation.gated_activation",
     "decode_attention": "attention.decode_attention",
+    "paged_attention": "attention.paged_attention",
     "prepare_query_key": "attention.query_key",
     "prompt_rotary": "attention.prompt_attention",
     "decode_step": "step.decode_step",
