@@ -1,14 +1,14 @@
-"""Attention over the pages of continuous batching, under a name by which transformers makes no masks for it.
+"""Attention over the pages of continuous batching, as transformers' attention interface has it.
 
-While a manager of continuous batching lives, the model's configurations name this function. The name has "flash" in it,
-as those of implementations have that need no masks. A call over pages gives the function a PagedCache in transformers'
-cache's place; other calls meanwhile run the implementation that the configuration named before, with its masks.
+While a manager of continuous batching lives, the model's configurations name this function. A call over pages gives it
+a PagedCache in the place of transformers' cache; other calls meanwhile run the implementation that the configuration
+named before, with its masks.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,36 +18,18 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from accelpatch.kernels.ops.attention.paged_attention import paged_attention_
-from accelpatch.modules.attention_settings import EAGER, SETTING, names_in
+from accelpatch.modules.attention_settings import EAGER, names_in
 from accelpatch.modules.paged_cache import PAGES, PagedCache
+from accelpatch.modules.paged_setting import PAGED, implementation
 
-# before 5.24 transformers puts "paged|" before a name that has it nowhere
-PAGED = "accelpatch_flash_paged|pages"
 CAPPED = ("eager", None)  # implementations that cap scores where a model has a softcap
 STANDS_FOR = (*CAPPED, "sdpa")  # the implementations in whose place the function can be
-_BEFORE: dict[int, Any] = {}  # id of a configuration that names PAGED -> the implementation before
 
 
 def register() -> None:
     """Make the function and its mask known to transformers under PAGED."""
     AttentionInterface.register(PAGED, attention_over_pages)
     AttentionMaskInterface.register(PAGED, _mask)
-
-
-def begin(configurations: Mapping[int, Any]) -> None:
-    """Name the function in these configurations, by id, each of which names another one of STANDS_FOR."""
-    register()
-    for key, config in configurations.items():
-        _BEFORE[key] = vars(config)[SETTING]
-        vars(config)[SETTING] = PAGED
-
-
-def end(configurations: Mapping[int, Any]) -> None:
-    """Undo `begin`, but for configurations that name another implementation by now."""
-    for key, config in configurations.items():
-        before = _BEFORE.pop(key, None)
-        if vars(config).get(SETTING) == PAGED:
-            vars(config)[SETTING] = before
 
 
 def attention_over_pages(
@@ -58,8 +40,7 @@ def attention_over_pages(
 
     Without pages, the implementation that the module's configuration named before.
     """
-    config: Any = module.config
-    before = _BEFORE.get(id(config))
+    before = implementation(module.config)
     pages = options.pop(PAGES, None) or options.get("cache")
     if not isinstance(pages, PagedCache):
         given = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
@@ -84,8 +65,7 @@ def _other(module: Any, name: Any) -> Callable[..., Any]:
 
 def _mask(*args: Any, **given: Any) -> Any:
     """transformers' mask interface: the mask of the implementation that the configuration named before."""
-    name = _BEFORE.get(id(given.get("config"))) or "eager"
-    make = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+    make = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation(given["config"]) or "eager")
     return None if make is None else make(*args, **given)
 
 

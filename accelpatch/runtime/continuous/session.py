@@ -11,9 +11,10 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from accelpatch.device import probe
 from accelpatch.kernels.triton import launch
-from accelpatch.modules import paged_attention
+from accelpatch.modules import paged_setting
 from accelpatch.modules.attention_settings import SETTING
-from accelpatch.modules.paged_attention import PAGED, STANDS_FOR
+from accelpatch.modules.paged_attention import STANDS_FOR, register
+from accelpatch.modules.paged_setting import PAGED
 from accelpatch.runtime.code_watch import CodeWatch
 
 SWITCHES = ("switch_to_cb_friendly_attn", "switch_to_paged_attn")  # of managers since 5.24, and before
@@ -34,7 +35,8 @@ class Session:
         self.why_not = "the model is gone" if model is None else why_not(model) or _of_settings(settings)
         if self.why_not is None:
             self._paged = _configurations(model)
-            paged_attention.begin(self._paged)
+            register()
+            paged_setting.begin(self._paged)
 
     def watch(self, manager: Any) -> None:
         """End when this manager has stopped, or is gone."""
@@ -47,7 +49,7 @@ class Session:
 
     def end(self) -> None:
         """Give the model the implementations again that it had; a second call does nothing."""
-        paged_attention.end(self._paged)
+        paged_setting.end(self._paged)
         self._paged = {}
         self._code.end(self)
 

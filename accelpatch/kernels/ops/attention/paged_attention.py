@@ -141,20 +141,24 @@ def by_cpu(
 ) -> Tensor:  # fmt: skip
     """The implementation `cpu`: one native call for all texts with one new token, the attention of prompts for each
     other text."""
-    y = _prompts(q, k, v, keys, values, rows, scaling, window, softcap, sinks)
+    single = rows.single
+    if whole := single is not None and len(single[0]) == len(q):
+        y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    else:
+        y = _prompts(q, k, v, keys, values, rows, scaling, window, softcap, sinks)
     _write_(k, v, keys, values, rows)
-    if (single := rows.single) is not None:
+    if single is not None:
         own, index, starts, ends = single
-        some = len(own) < len(q)
-        queries = (q[own] if some else q).contiguous()
-        out = torch.empty_like(queries)
+        queries = (q if whole else q[own]).contiguous()
+        out = y if whole else torch.empty_like(queries)
         starts = starts if not window else torch.maximum(starts, ends - window)
         call = Pages(
             *map(pointer, (queries, keys, values, out, index, starts, ends)),
             len(own), q.shape[1], k.shape[1], q.shape[2], len(keys), scaling, softcap,
         )  # fmt: skip
         check(native().ap_pages_run(byref(call), threads()), f"q of shape {list(q.shape)}")
-        y[own] = out
+        if not whole:
+            y[own] = out
     return y
 
 
