@@ -49,13 +49,13 @@ def _layer(
     """(x, rest) after the layer on x + pending[T, K]; the rest is added by the next norm."""
     linears, norms = layer.linears, layer.norms
     normal, x = _normed(norms.get("attention_norm"), x, pending)
-    heads = [_linear(normal, linears[name]).view(len(x), -1, size) for name in ("q", "k", "v")]
-    for part, name in zip(heads[:2], ("q_norm", "k_norm"), strict=True):
+    q, k, v = (_linear(normal, linears[name]).view(len(x), -1, size) for name in ("q", "k", "v"))
+    for part, name in ((q, "q_norm"), (k, "k_norm")):
         if name in norms:
             part.copy_(_normed(norms[name], part.view(-1, size), None)[0].view_as(part))
         _rotate_(part, *tables[layer.rope])
     held = cache.of(place)
-    y = by_cpu(*heads, held.keys, held.values, held.rows, layer.scale, layer.window, layer.softcap)
+    y = by_cpu(q, k, v, held.keys, held.values, held.rows, layer.scale, layer.window, layer.softcap)
     x, pending = _added(norms.get("after_attention_norm"), _linear(y.view(len(x), -1), linears["o"]), x)
     normal, x = _normed(norms.get("mlp_norm"), x, pending)
     inner = _gated(layer, _linear(normal, linears["gate"]), _linear(normal, linears["up"]))

@@ -1,15 +1,15 @@
 """Attention of several texts' new tokens over keys and values in pages, as continuous batching has them.
 
     q[T, Hq, D], k, v[T, Hkv, D]      the new tokens of all texts, one text after the other, without padding
-    keys, values[S, Hkv, D]           tokens of all texts, in any order; rows says which are whose (kernels/paged_rows.py)
+    keys, values[S, Hkv, D]           tokens of all texts, in any order; rows (kernels/paged_rows.py) says which are whose
     y[T, Hq, D]                       token t over the cached tokens of its text, then its new ones up to t
 
-k and v are written to keys and values at rows.write after all cached tokens were read: a new token may take the place
-of one that is read, as in a ring of the last `window` tokens. window > 0: a token sees the last `window` tokens up to
-itself. softcap c > 0 turns a score s into c tanh(s / c); sinks[Hq]: one more term exp(sink) in the softmax's
-denominator. Rows behind the last text are padding: their y is any finite or zero number, and they are written where
-write says. Scores and sums are float32. Sources: Kwon et al. 2023, "PagedAttention", arXiv:2309.06180; Dao 2023,
-arXiv:2307.08691.
+k and v are written to keys and values at rows.write. Several new tokens of a text may take the places of cached ones
+that are read, as in a ring of the last `window` tokens; a lone one takes none of those. window > 0: a token sees the
+last `window` tokens up to itself. softcap c > 0 turns a score s into c tanh(s / c); sinks[Hq]: one more term exp(sink)
+in the softmax's denominator. Scores and sums are float32. Rows behind the last text are padding: their
+y is zero, and they are written where write says. Sources: Kwon et al. 2023, "PagedAttention", arXiv:2309.06180; Dao
+2023, arXiv:2307.08691.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def reference_(
 
 def _of_text(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, text: Text
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """q[1, Hq, L, D], and k and v[1, Hkv, past + L, D] of a text."""
     new, placed = slice(text.first, text.last), rows.placed(text)
-    both = (
-        torch.cat((held.index_select(0, placed), one[new])) if text.past else one[new]
-        for held, one in ((keys, k), (values, v))
-    )
-    return q[new].transpose(0, 1)[None], *(one.transpose(0, 1)[None] for one in both)
+
+    def after(held: Tensor, one: Tensor) -> Tensor:
+        return (torch.cat((held.index_select(0, placed), one)) if text.past else one).transpose(0, 1)[None]
+
+    return q[new].transpose(0, 1)[None], after(keys, k[new]), after(values, v[new])
 
 
 def _write_(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> None:
