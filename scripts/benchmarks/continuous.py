@@ -4,7 +4,7 @@
         [--new 64] [--device cpu] [--repeats 3]
 
 Prompts are random ids whose lengths lie between the two numbers, and every request gets `--new` greedy tokens. Models
-take turns, after one turn to warm up. The original runs with the attention that `--attention` names; on a GPU, give it
+take turns. The original runs with the attention that `--attention` names; on a GPU, give it
 its best settings: `--attention flash_attention_2`. `share of the padded batch` is generate_batch's rate over that of
 generate() of the same model on the same prompts, padded on the left. Before anything is timed, each patched model's
 tokens are compared with its own padded batch's: `equal tokens` counts those up to the first that differs in a request.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -107,8 +108,8 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
         equal[name] = same(batched(model, prompts, given), padded(model, prompts, asked.new).tolist())
         calls[name] = lambda model=model: timed(lambda: batched(model, prompts, given))
         calls[f"{name}, padded"] = lambda model=model: timed(lambda: padded(model, prompts, asked.new))
-    found = in_turn(calls, asked.repeats, 1)
-    wall, cpu = ({name: sorted(one[at] for one in times)[len(times) // 2] for name, times in found.items()} for at in (0, 1))
+    found = in_turn(calls, asked.repeats, 0)  # each has run once for the comparison
+    wall, cpu = ({name: median(one[at] for one in times) for name, times in found.items()} for at in (0, 1))
     total, first = asked.requests * asked.new, next(iter(models))
     rows = [
         {"model": name, "tok/s": total / wall[name], f"times {first}": wall[first] / wall[name],

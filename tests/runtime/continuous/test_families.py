@@ -70,5 +70,5 @@ def test_tokens_are_those_of_the_lone_request(name: str, implementation: str, ma
         assert paths["continuous batching, native rows"] > NEW
     elif machine == "cpu":
         assert any(path.startswith("continuous batching, modules: ") for path in paths)
-    else:
+    elif name != "mixtral":  # whose experts this recipe leaves as they are in float32
         assert any(path.startswith("continuous batching, fused layers") for path in paths)

@@ -1,7 +1,7 @@
 """Attention of several texts' new tokens over keys and values in pages, as continuous batching has them.
 
     q[T, Hq, D], k, v[T, Hkv, D]      the new tokens of all texts, one text after the other, without padding
-    keys, values[S, Hkv, D]           tokens of all texts in any order; whose they are is in rows (kernels/paged_rows.py)
+    keys, values[S, Hkv, D]           tokens of all texts in any order; rows (paged_rows.py) has whose they are
     y[T, Hq, D]                       token t over the cached tokens of its text, then its new ones up to t
 
 k and v are written to keys and values at rows.write. Several new tokens of a text may take the places of cached ones
