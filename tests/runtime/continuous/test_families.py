@@ -5,6 +5,7 @@ Up to a first near tie of the scores, where another order of sums may choose ano
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ from tests.support.tiny import CAUSAL, EXPERTS, VOCABULARY
 NEAR = 2e-3  # of the two highest scores
 NEW = 6
 FAMILIES = {name: CAUSAL[name] for name in ("llama", "mistral", "qwen3", "gemma2", "gemma3", "smollm3", "phi3", "gpt2")}
+# transformers 5.10 reads other tokens than the window's last ones, once a request is longer than the window
+if find_spec("transformers.generation.continuous_batching.cache_allocators") is None:
+    FAMILIES = {name: one for name, one in FAMILIES.items() if "sliding_window" not in one.config}
 FAMILIES |= {name: EXPERTS[name] for name in ("mixtral", "qwen3_moe")}
 NATIVE = ("llama", "mistral", "qwen3", "gemma2", "gemma3")
 SIZES: dict[str, Any] = {"block_size": 8, "num_blocks": 24, "max_batch_tokens": 16}
