@@ -241,7 +241,7 @@ BUILDS = {
             kernels_of_int8_attention(),
             kernels_of_pages(),
             kernels_of_rows(),
-        )  # fmt: skip
+        )
         for name, given in made.items()
     },
     **{f"{name}, {arch}": Build(*given) for arch in ARCHS for name, given in kernels_of_attention(arch).items()},
