@@ -235,14 +235,14 @@ BUILDS = {
     },
     **{
         name: Build(*given)
-        for made in (
-            kernels_of_experts(),
-            kernels_of_blocks(),
-            kernels_of_int8_attention(),
-            kernels_of_pages(),
-            kernels_of_rows(),
+        for make in (
+            kernels_of_experts,
+            kernels_of_blocks,
+            kernels_of_int8_attention,
+            kernels_of_pages,
+            kernels_of_rows,
         )
-        for name, given in made.items()
+        for name, given in make().items()
     },
     **{f"{name}, {arch}": Build(*given) for arch in ARCHS for name, given in kernels_of_attention(arch).items()},
 }
