@@ -86,3 +86,8 @@ def kernels_of_pages() -> dict[str, Arguments]:
         warps = 4 if rows > paged_attention.LEAST_ROWS else 2
         made[label] = paged_attention.attend, types, form | tiled, warps, 400, ARCHS, {"num_stages": 2}
     return made
+
+
+def kernels_of_other_attention() -> dict[str, Arguments]:
+    """Attention in int8, and over pages."""
+    return kernels_of_int8_attention() | kernels_of_pages()
