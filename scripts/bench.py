@@ -40,6 +40,7 @@ TOPICS = {
     "gemm_search": "Compare the search of `tune hipblaslt` with a sweep of all choices.",
     "train": "Time a step of LoRA training beside PEFT in bf16 and bitsandbytes.",
     "compiled": "Time models of no known family with torch.compile and without.",
+    "continuous": "Time many requests at once through generate_batch.",
     "cpu": "Time this CPU through generate(), beside llama.cpp.",
 }
 

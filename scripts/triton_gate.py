@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gates.attention import PROMPT, kernels_of_attention, kernels_of_int8_attention
+from gates.attention import PROMPT, kernels_of_attention, kernels_of_other_attention
 from gates.blocks import kernels_of_blocks
 from gates.builds import ARCHS, Build, compiled, impatient, no_matrix_unit, slow_on_hopper
 from gates.decode_attention import TYPES, kernels_of_decode_attention
@@ -213,7 +213,7 @@ BUILDS = {
     },
     **{
         name: Build(*given)
-        for made in (kernels_of_experts(), kernels_of_blocks(), kernels_of_int8_attention(), kernels_of_rows())
+        for made in (kernels_of_experts(), kernels_of_blocks(), kernels_of_other_attention(), kernels_of_rows())
         for name, given in made.items()
     },
     **{f"{name}, {arch}": Build(*given) for arch in ARCHS for name, given in kernels_of_attention(arch).items()},

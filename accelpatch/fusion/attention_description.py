@@ -9,6 +9,7 @@ from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.models.family import Family, family_of_class
 from accelpatch.modules.attention import FlashAttention
 from accelpatch.modules.attention_settings import NAME, original_name, was_eager
+from accelpatch.modules.paged_setting import implementation
 
 CAPPED = ("eager", NAME)  # implementations that apply a softcap of the scores
 IMPLEMENTATIONS = ("eager", "sdpa", NAME, None)
@@ -43,7 +44,7 @@ class AttentionDescription:
     @property
     def score_cap(self) -> float:
         """Softcap of the scores, 0 for none; transformers' sdpa does not apply it."""
-        capped = self.family.capped_scores and self.module.config._attn_implementation in CAPPED
+        capped = self.family.capped_scores and implementation(self.module.config) in CAPPED
         return float((self.module.attn_logit_softcapping if capped else None) or 0.0)
 
     @property
@@ -86,7 +87,7 @@ class AttentionDescription:
     @property
     def eager(self) -> bool:
         """Whether the implementation of transformers that runs, or that ours stands for, is `eager`, as None is too."""
-        name = self.module.config._attn_implementation
+        name = implementation(self.module.config)
         if name == NAME and (name := original_name(self.module)) is None:
             return was_eager(self.module)
         return name in ("eager", None)
@@ -102,7 +103,7 @@ class AttentionDescription:
             return "its attention is not causal"
         if getattr(self.module.config, "clip_qkv", None) is not None:
             return "its q, k and v are clipped"
-        used = self.module.config._attn_implementation
+        used = implementation(self.module.config)
         return None if used in IMPLEMENTATIONS else f"the attention implementation is {used}"
 
     def heads(self, rows: Sequence[int]) -> tuple[int, int, int]:

@@ -15,6 +15,7 @@ from accelpatch.fusion.decoder import layers_of
 from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.fusion.rotary import by_axes, one_rope
 from accelpatch.fusion.spread import rotary_on
+from accelpatch.modules.paged_setting import implementation
 
 #: window in slots (0: none) -> boolean mask [B or 1, 1, T, keys] of the keys that each token attends to; None, where a
 #: layer is whole, for plain causal masking
@@ -68,7 +69,7 @@ def run_module(
     attention, rows = LayerDescription(layer).attention, x.view(*positions.shape, -1)
     assert attention is not None
     seen = visible(attention.window)
-    if seen is not None and attention.module.config._attn_implementation == "eager" and not is_whole(layer):
+    if seen is not None and implementation(attention.module.config) == "eager" and not is_whole(layer):
         seen = torch.zeros_like(seen, dtype=x.dtype).masked_fill_(~seen, torch.finfo(x.dtype).min)
     rotary, use_cache = rotary_on(getattr(decoder, "rotary_emb", None), x.device), cache is not None
     given = {"attention_mask": seen, "position_ids": positions, layer_argument(layer): cache, "use_cache": use_cache}

@@ -190,6 +190,7 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
     "gated_activation": TRITON,
     "decode_attention": (Row(("hip", "triton", "torch")),),
     "prepare_query_key": TRITON,
+    "paged_attention": (Row(("cpu", "triton", "torch")),),
     "prompt_rotary": TRITON,
     "decode_step": (Row(("cpu",)),),
     "greedy": TRITON,

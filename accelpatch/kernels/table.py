@@ -40,6 +40,7 @@ TABLE: Mapping[str, str] = {
     "gated_activation": "activation.gated_activation",
     "decode_attention": "attention.decode_attention",
     "prepare_query_key": "attention.query_key",
+    "paged_attention": "attention.paged_attention",
     "prompt_rotary": "attention.prompt_attention",
     "decode_step": "step.decode_step",
     "greedy": "sampling.greedy",

@@ -106,7 +106,7 @@ class CodeWatch:
     def begin(self, session: Any) -> None:
         """Let the originals' attention run every call until `end`."""
         model = None if self._model is None else self._model()
-        if model is not None and attention.replaced_in(model):
+        if model is not None:
             with self.alone():
                 self.sessions[session] = attention.names(model)
                 self._choose_attention(model)

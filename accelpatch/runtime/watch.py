@@ -16,6 +16,8 @@ from accelpatch.fusion.adapters import is_adapter, state_of
 from accelpatch.fusion.decoder import layers_in
 from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.fusion.spread import is_offloaded, moves_only, offloaded_inside
+from accelpatch.modules.attention_settings import SETTING
+from accelpatch.modules.paged_setting import implementation
 from accelpatch.modules.quantized_module import quantised_in, take_over
 from accelpatch.modules.replacement import OWN_HOOK
 
@@ -68,6 +70,7 @@ class Watch:
         self._attributes = [vars(m) for m in inner if id(m) not in moving]
         self._plain = grouped(plain_values(model))
         self._values = values_of(self._plain)
+        self._implementations = [(one, implementation(one)) for one in configurations(model)]
         self._tables: list[dict[str, Any]] = [t for m in modules for t in (m._modules, m._parameters, m._buffers)]
         self._filled = [table for table in self._tables if table]  # most are empty, so only their sizes are checked
         self._held = list(chain.from_iterable(map(dict.values, self._filled)))
@@ -112,6 +115,7 @@ class Watch:
             or list(map(_version, self._written)) != self._versions
             or not all(map(is_, map(attrgetter("own_layout"), self._quantised), self._layouts))
             or values_of(self._plain) != self._values
+            or any(implementation(config) != name for config, name in self._implementations)
         )
 
     def adapters(self) -> tuple[str, ...]:
@@ -141,7 +145,7 @@ def plain_values(model: Any) -> Iterator[tuple[dict[str, Any], str]]:
     for owner in (*configurations(model), *owners):
         for name, value in vars(owner).items():
             private = isinstance(owner, nn.Module) and (name[0] == "_" or name in _OF_EVERY_MODULE)
-            if type(value) in SCALARS and not private:
+            if type(value) in SCALARS and not private and name != SETTING:
                 yield vars(owner), name
 
 

@@ -7,7 +7,8 @@ import hmac
 import inspect
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -26,6 +27,7 @@ from transformers.cli.serving.response import ResponseHandler, compute_usage
 
 from accelpatch.errors import FOREIGN
 from accelpatch.serving import bodies
+from accelpatch.serving.batch import Batch
 from accelpatch.serving.generation import OneModel, OneQueue, Queue
 from accelpatch.serving.limits import LOOPBACK, Address, Limits
 from accelpatch.serving.metrics import TYPE, Metrics
@@ -55,8 +57,11 @@ class Server:
 
     def __init__(self, served: Served, limits: Limits, address: Address):
         self.metrics, self._served, self._limits, self._key = Metrics(), served, limits, address.api_key
-        self._open = 0
-        manager, state = OneModel(served.name, served.model, served.tokenizer), OneQueue(Queue(limits, served.context))
+        self._open, self.batch = 0, Batch(served.model, served.context)
+        manager, state = (
+            OneModel(served.name, served.model, served.tokenizer),
+            OneQueue(Queue(limits, served.context, self.batch)),
+        )
         self._handlers = {path: (form, handler(manager, state)) for path, (form, handler) in PATHS.items()}
         self._lacking = {"/v1/responses": reason} if (reason := why_not_responses()) is not None else {}
         self._template = set(inspect.signature(served.tokenizer.apply_chat_template).parameters)
@@ -68,7 +73,13 @@ class Server:
             ],
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
             exception_handlers={HTTPException: _failed, 404: _failed, 405: _failed},
+            lifespan=self._living,
         )  # fmt: skip
+
+    @asynccontextmanager
+    async def _living(self, app: Starlette) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(self.batch.stop)
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "model": self._served.name, "open": self._open})

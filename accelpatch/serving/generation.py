@@ -1,12 +1,15 @@
 """What stands between transformers' handlers and the patched model: the queue, the limits and the counting.
 
-Requests are answered one after another, in the order in which they came, by the model's own generate(), on one thread:
-each answer is the one that a lone request gets.
+Greedy requests are answered at once, by continuous batching (batch.py). All others are answered one after another, in
+the order in which they came, by the model's own generate(), on one thread: each answer is the one that a lone request
+gets.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerateManager, GenerationState
 
 from accelpatch.errors import FOREIGN
+from accelpatch.serving.batch import Batch
 from accelpatch.serving.limits import Limits
 from accelpatch.serving.ticket import CURRENT, HungUp, Ticket, TimeOver
 
@@ -58,30 +62,51 @@ class Watched:
 
 
 class Generating:
-    """What transformers' GenerateManager sees as the model: its generate(), for one request."""
+    """What transformers' GenerateManager sees as the model: its generate(), for one request. batch: that answers it, or
+    None."""
 
-    def __init__(self, model: Any, ticket: Ticket):
-        self._model, self._ticket = model, ticket
+    def __init__(self, model: Any, ticket: Ticket, batch: Batch | None):
+        self._model, self._ticket, self._batch = model, ticket, batch
 
     def generate(self, *, streamer: Any = None, **given: Any) -> torch.Tensor:
         """Ids [1, L + new]. Raises HungUp, TimeOver and FailedGeneration."""
         ticket = self._ticket
         ticket.check()
         ticket.started = time.monotonic()
-        if ticket.seed is not None:
-            torch.manual_seed(ticket.seed)
         try:
+            if self._batch is not None:
+                return self._batch.generate(
+                    given["input_ids"], given["generation_config"], ticket, Watched(ticket, streamer)
+                )
+            if ticket.seed is not None:
+                torch.manual_seed(ticket.seed)
             return self._model.generate(**given, streamer=Watched(ticket, streamer))
         except FOREIGN as error:
             raise FailedGeneration(f"{type(error).__name__} in generate: {error}".replace('"', "'")) from error
 
 
 class Queue(GenerateManager):
-    """transformers' GenerateManager, whose one thread takes requests in their order, with the limits before it."""
+    """transformers' GenerateManager, whose one thread takes requests in their order, with the limits before it.
 
-    def __init__(self, limits: Limits, context: int | None):
+    batch: takes the requests that it can answer; each of them waits in a thread of its own.
+    """
+
+    def __init__(self, limits: Limits, context: int | None, batch: Batch):
         super().__init__()
-        self._limits, self._context = limits, context
+        self._limits, self._context, self._batch = limits, context, batch
+        self._waiting = ThreadPoolExecutor(limits.requests, "accelpatch-request")
+
+    def submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in GenerateManager; requests of the batch do not wait for others."""
+        if CURRENT.get().batched:
+            return self._waiting.submit(fn, *args, **kwargs)
+        return super().submit(fn, *args, **kwargs)
+
+    def async_submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in GenerateManager; requests of the batch do not wait for others."""
+        if CURRENT.get().batched:
+            return asyncio.wrap_future(self._waiting.submit(fn, *args, **kwargs))
+        return super().async_submit(fn, *args, **kwargs)
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **more: Any) -> Any:
         seen = self._admitted(model, inputs, gen_config)
@@ -98,7 +123,11 @@ class Queue(GenerateManager):
         ticket, length = CURRENT.get(), inputs["input_ids"].shape[-1]
         _complete(config, ticket.asked, self._new_tokens(length, ticket.new_tokens))
         ticket.prompt_tokens, ticket.submitted = length, True
-        return Generating(model, ticket)
+        whole = set(inputs) <= {"input_ids", "attention_mask"} and bool(
+            inputs.get("attention_mask", torch.ones(1)).all()
+        )
+        ticket.batched = whole and self._batch.takes(config)
+        return Generating(model, ticket, self._batch if ticket.batched else None)
 
     def _new_tokens(self, prompt: int, asked: int | None) -> int:
         limits, context = self._limits, self._context

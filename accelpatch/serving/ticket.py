@@ -20,7 +20,8 @@ class HungUp(Exception):
 @dataclass
 class Ticket:
     """asked: the checked body. seconds: the most that it may take. new_tokens: the most that it asks for. Moments are
-    those of time.monotonic(), None until then. tokens: generated so far.
+    those of time.monotonic(), None until then. tokens: generated so far. batched:
+    whether it is answered together with others.
 
     The thread that generates writes started, first_token and tokens; the event loop writes the rest.
     """
@@ -36,6 +37,7 @@ class Ticket:
     tokens: int = 0
     submitted: bool = False
     hung_up: bool = False
+    batched: bool = False
 
     def check(self) -> None:
         """Raise HungUp or TimeOver where nobody waits for the answer any more."""

@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from accelpatch.device import KNOWN
-from accelpatch.kernels.triton import flash_attention, int8_attention
+from accelpatch.kernels.triton import flash_attention, int8_attention, paged_attention
 from accelpatch.kernels.triton.flash_tiles import chosen, padded
 from gates.builds import ARCHS
 
@@ -68,3 +68,26 @@ def kernels_of_int8_attention() -> dict[str, Arguments]:
         tiled = form | {"BLOCK_M": block.m, "BLOCK_N": block.n}
         made[label] = int8_attention.attend, types, tiled, block.warps, 100, ARCHS, {}, 1
     return made
+
+
+def kernels_of_pages() -> dict[str, Arguments]:
+    """Name -> arguments of a Build of the gate: attention over pages, of one token a text and of prompts. The loads of
+    an index take scalar registers."""
+    made: dict[str, Arguments] = {}
+    forms = {"": {}, ", window, softcap and sinks": {"WINDOW": True, "CAP": True, "SINKS": True}}
+    for (name, changes), size, tokens in itertools.product(forms.items(), (64, 128), (1, paged_attention.MANY_TOKENS)):
+        rows = max(paged_attention.LEAST_ROWS, 4 * tokens)
+        form = {"INDEXED": True, "WINDOW": False, "CAP": False, "SINKS": False, **changes}
+        tiled = {"GROUP": 4, "SIZE": size, "WIDE": size, "BLOCK_Q": tokens, "ROWS": rows,
+                 "BLOCK_N": paged_attention.KEYS}  # fmt: skip
+        types = (*("*bf16",) * 5, "*i32", "*i32", "*i64", "*bf16", "*bf16", *("i32",) * 3, "fp32", "fp32",
+                 *("i32",) * 6)  # fmt: skip
+        label = f"attention over pages, heads of {size}, {tokens} tokens{name}"
+        warps = 4 if rows > paged_attention.LEAST_ROWS else 2
+        made[label] = paged_attention.attend, types, form | tiled, warps, 400, ARCHS, {"num_stages": 2}
+    return made
+
+
+def kernels_of_other_attention() -> dict[str, Arguments]:
+    """Attention in int8, and over pages."""
+    return kernels_of_int8_attention() | kernels_of_pages()

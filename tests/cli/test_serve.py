@@ -40,7 +40,7 @@ def test_the_page_and_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(embedded.VARIABLE, str(tmp_path / "smollm2-135m"))
     start, measure = (line for block in blocks("sh") for line in block.splitlines())
-    (program,) = blocks("python")
+    batch, program = blocks("python")
     command = [sys.executable, "-m", *shlex.split(start), "--port", "0"]
     env = environment() | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as server:
@@ -55,7 +55,8 @@ def test_the_page_and_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         _until_it_listens(int(port))
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(program.replace("8000", port), {})
-        assert printed.getvalue()
+            exec(batch, {})
+        assert "continuous batching, native rows" in printed.getvalue()
         found = CliRunner().invoke(app, shlex.split(measure.replace("8000", port))[1:])
         assert found.exit_code == 0, found.output
         assert "answered            40 in" in found.stdout

@@ -104,6 +104,21 @@ typedef struct {
 } ap_attention;
 int ap_attention_run(const ap_attention* a, int threads);
 
+/* Keys and values of tokens in any order, as in pages: those of token i lie at i * kv_heads * d. Row b attends to the
+ * tokens index[starts[b]] .. index[ends[b] - 1], at least one; tokens: that keys and values have room for. */
+typedef struct {
+    const float* q; /* [batch, heads, d] */
+    const float* keys;
+    const float* values;
+    float* out; /* [batch, heads, d] */
+    const int64_t* index;
+    const int64_t* starts;
+    const int64_t* ends;
+    int64_t batch, heads, kv_heads, d, tokens;
+    float scale, softcap; /* softcap: 0 for none */
+} ap_pages;
+int ap_pages_run(const ap_pages* a, int threads);
+
 /* What a normalised vector is multiplied by (Gemma: 1 + w), and its epsilon; NULL: the norm is not there. */
 typedef struct {
     const float* weight;

@@ -207,4 +207,25 @@ int ap_attention_run(const ap_attention* a, int threads) {
     return AP_OK;
 }
 
+int ap_pages_run(const ap_pages* a, int threads) {
+    if (!a || a->batch < 1 || a->kv_heads < 1 || a->heads < 1 || a->heads % a->kv_heads || a->d < 1)
+        return AP_BAD_ARGUMENT;
+    int64_t runs = 1, total = 0;
+    for (int64_t b = 0; b < a->batch; b++) {
+        if (a->starts[b] < 0 || a->ends[b] <= a->starts[b]) return AP_BAD_ARGUMENT;
+        for (int64_t i = a->starts[b]; i < a->ends[b]; i++)
+            if (a->index[i] < 0 || a->index[i] >= a->tokens) return AP_BAD_ARGUMENT;
+        const int64_t count = a->ends[b] - a->starts[b];
+        runs = (count + 63) / 64 > runs ? (count + 63) / 64 : runs;
+        total += count;
+    }
+    threads = useful(threads < 1 ? 1 : threads, total * a->heads * a->d);
+    const int64_t partial = a->batch * a->heads * runs * round_up(a->d + 2, 16);
+    auto* room = static_cast<float*>(memory.at_least((partial + threads * 2 * 64 * a->d) * 4));
+    if (!room) return AP_NO_MEMORY;
+    PagesCall call = {*a, runs, room, room + partial};
+    pool_run(threads, chosen_kernels().pages, &call, POOL_GUEST);
+    return AP_OK;
+}
+
 }  // extern "C"

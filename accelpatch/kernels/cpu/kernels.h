@@ -44,6 +44,13 @@ struct AttentionCall {
     float* partial;  // [batch, heads, runs, run_floats]
 };
 
+struct PagesCall {
+    ap_pages a;
+    int64_t runs;    // of the longest row
+    float* partial;  // [batch, heads, runs, run_floats]
+    float* gathered;  // [threads, 2, kRun, d]
+};
+
 struct Step;
 
 struct StepCall {
@@ -58,7 +65,7 @@ struct StepCall {
 struct Kernels {
     int64_t (*activation_bytes)(int64_t tokens, int64_t k, bool ordered);
     int64_t (*panel_floats)(int64_t tokens);
-    Job linear, w8a8, panels, norm, gated, attention, step;
+    Job linear, w8a8, panels, norm, gated, attention, pages, step;
     void (*gather)(const ap_linear* w, const int64_t* ids, int64_t count, float* rows);
     void (*rope)(float* x, const float* cos, const float* sin, int64_t m, int64_t heads, int64_t d);
 };

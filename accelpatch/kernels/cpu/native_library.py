@@ -94,6 +94,17 @@ class Attention(Structure):
     )
 
 
+class Pages(Structure):
+    """Mirror of `ap_pages`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "keys", "values", "out", "index", "starts", "ends")),
+        *((name, c_int64) for name in ("batch", "heads", "kv_heads", "d", "tokens")),
+        ("scale", c_float),
+        ("softcap", c_float),
+    )
+
+
 _LINEAR, _P = POINTER(Linear), c_void_p
 #: function -> (result, arguments)
 SIGNATURES = {
@@ -112,6 +123,7 @@ SIGNATURES = {
     "ap_gated": (c_int, (_P, _P, c_int, c_int64, _P, c_int)),
     "ap_argmax": (c_int64, (_P, c_int64)),
     "ap_attention_run": (c_int, (POINTER(Attention), c_int)),
+    "ap_pages_run": (c_int, (POINTER(Pages), c_int)),
     "ap_step_create": (c_int, (POINTER(Model), c_int, POINTER(_P))),
     "ap_step_free": (None, (_P,)),
     "ap_step_run": (c_int, (_P, c_int64, _P, _P, _P, _P, c_int64, c_int64, _P, _P, c_int)),

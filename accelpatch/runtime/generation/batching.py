@@ -1,48 +1,17 @@
-"""Continuous batching of a patched model: transformers' own, over the originals' attention until its manager has ended.
-
-Its manager takes transformers' own attention alone, and may give the model another implementation for its time.
-"""
+"""The ways into continuous batching of a patched model: transformers' own methods, around which a Session lasts."""
 
 from __future__ import annotations
 
 import functools
-import weakref
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from accelpatch.runtime.code_watch import CODE, CodeWatch
+from accelpatch.runtime.code_watch import CODE
+from accelpatch.runtime.continuous.session import Session
 
 INIT, CONTEXT = "init_continuous_batching", "continuous_batching_context_manager"
-
-
-class Session:
-    """The time in which the originals' attention runs for one manager, from before it is made on."""
-
-    def __init__(self, code: CodeWatch):
-        self._code = code
-        self._manager: Any = lambda: None
-        code.begin(self)
-
-    def watch(self, manager: Any) -> None:
-        """End when this manager has stopped, or is gone."""
-        self._manager = weakref.ref(manager)
-        weakref.finalize(manager, self._code.end, self).atexit = False
-        manager.stop = functools.partial(_stop, self, self._manager)
-
-    def end_if_idle(self) -> None:
-        """End unless the manager's thread still runs."""
-        manager: Any = self._manager()
-        if manager is None or not manager.is_running():
-            self._code.end(self)
-
-
-def _stop(session: Session, held: Any, *args: Any, **kwargs: Any) -> Any:
-    manager = held()
-    try:
-        return type(manager).stop(manager, *args, **kwargs)
-    finally:
-        session.end_if_idle()
 
 
 def initialised(cls: Any, name: str) -> Any:
@@ -53,11 +22,12 @@ def initialised(cls: Any, name: str) -> Any:
         code = vars(self).get(CODE)
         if code is None:
             return getattr(cls, name)(self, *args, **kwargs)
-        session = Session(code)
+        given = inspect.signature(getattr(cls, name)).bind_partial(self, *args, **kwargs).arguments
+        session = Session(code, given.get("continuous_batching_config"))
         try:
             manager = getattr(cls, name)(self, *args, **kwargs)
         except BaseException:
-            code.end(session)
+            session.end()
             raise
         session.watch(manager)
         return manager

@@ -25,6 +25,8 @@ from accelpatch.runtime import chunked_loss
 from accelpatch.runtime.cache_contents import OWN_CACHE
 from accelpatch.runtime.code_watch import CODE, CodeWatch
 from accelpatch.runtime.compiled import with_static_cache
+from accelpatch.runtime.continuous.pages import is_paged
+from accelpatch.runtime.continuous.step import outputs as over_pages
 from accelpatch.runtime.cpu.native_step import NativeRuntime
 from accelpatch.runtime.cpu.torch_threads import all_threads, one_thread
 from accelpatch.runtime.generation.adapter_targets import CONFIGS, configurations
@@ -228,6 +230,10 @@ def _stepping(cls: Any) -> Any:
             return cls.forward(self, *args, **kwargs)
         with runtime.code:
             given = arguments(cls.forward, args, kwargs)
+            if given is not None and is_paged(given):
+                outputs = over_pages(runtime, cls.forward, self, given)
+                if outputs is not None:
+                    return outputs
             packing = None if given is None else runtime.packing(self, given)
             if packing is not None:
                 runtime.paths[WITHOUT_PADDING] += 1

@@ -1,0 +1,126 @@
+"""Requests that are answered at once, by continuous batching of the patched model: greedy ones, whose tokens no host
+chooses. All others wait for their turn (generation.py)."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.requests import RequestStatus
+
+from accelpatch.serving.ticket import HungUp, Ticket, TimeOver
+
+PAGE, CALL_TOKENS = 32, 256  # tokens of a page; of a call on a CPU, prompts in parts
+LEAST_TOKENS = 8192  # that the pages hold, for all requests together
+MEMORY = 0.5  # of a GPU's free memory, for the pages
+LOOK = 0.05  # seconds after which a waiting request looks whether its client is still there
+
+
+class BatchFailed(RuntimeError):
+    """The batch ended, or refused a request."""
+
+
+class Batch:
+    """One manager of transformers' continuous batching for a model, made when the first request comes."""
+
+    def __init__(self, model: Any, context: int | None):
+        self._model, self._context = model, context
+        self._manager: Any = None
+        self._waiting: dict[str, queue.SimpleQueue[Any]] = {}
+        self._lock, self._count = threading.Lock(), 0
+
+    def takes(self, config: Any) -> bool:
+        """Whether a generation config asks for what a request of the batch can have."""
+        if config.do_sample or (config.num_beams or 1) > 1 or (config.num_return_sequences or 1) > 1:
+            return False
+        if config.stop_strings or not hasattr(self._model, "init_continuous_batching"):
+            return False
+        return not self._model._get_logits_processor(config)
+
+    def generate(self, ids: torch.Tensor, config: Any, ticket: Ticket, streamer: Any) -> torch.Tensor:
+        """Ids [1, L + new] of a prompt ids[1, L]; each new token goes to the streamer. Raises HungUp, TimeOver and
+        BatchFailed."""
+        prompt = ids[0].tolist()
+        streamer.put(ids)
+        for token in self._tokens(prompt, config, ticket):
+            streamer.put(torch.tensor([token]))
+            prompt.append(token)
+        streamer.end()
+        return torch.tensor([prompt], device=ids.device)
+
+    def _tokens(self, prompt: list[int], config: Any, ticket: Ticket) -> Iterator[int]:
+        manager, found, name = self._started(), queue.SimpleQueue[Any](), self._name()
+        self._waiting[name] = found
+        seen, done = 0, False
+        try:
+            ends = config.eos_token_id if config.eos_token_id is not None else -1
+            manager.add_request(
+                prompt, request_id=name, max_new_tokens=config.max_new_tokens, streaming=True,
+                eos_token_id=ends.tolist() if isinstance(ends, torch.Tensor) else ends,
+            )  # fmt: skip
+            while not done:
+                ticket.check()
+                try:
+                    result = found.get(timeout=LOOK)
+                except queue.Empty:
+                    if not manager.is_running():
+                        raise BatchFailed("the batch of all requests ended") from None
+                    continue
+                if result.error is not None or result.status == RequestStatus.FAILED:
+                    raise BatchFailed(f"the request failed in the batch: {result.error}")
+                done = result.is_finished()
+                new, seen = result.generated_tokens[seen:], len(result.generated_tokens)
+                yield from new
+        except (HungUp, TimeOver):
+            manager.cancel_request(name)
+            raise
+        finally:
+            self._waiting.pop(name, None)
+
+    def _name(self) -> str:
+        with self._lock:
+            self._count += 1
+            return f"request-{self._count}"
+
+    def _started(self) -> Any:
+        """The manager, whose thread runs."""
+        with self._lock:
+            if self._manager is None or not self._manager.is_running():
+                text = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1)
+                with torch.no_grad():
+                    self._manager = self._model.init_continuous_batching(
+                        generation_config=text, continuous_batching_config=settings(self._model, self._context)
+                    )
+                    self._manager.start()
+                threading.Thread(target=self._deliver, args=(self._manager,), daemon=True).start()
+            return self._manager
+
+    def _deliver(self, manager: Any) -> None:
+        while manager.is_running():
+            result = manager.get_result(timeout=LOOK)
+            found = None if result is None else self._waiting.get(result.request_id)
+            if found is not None:
+                found.put(result)
+
+    def stop(self) -> None:
+        """Stop the manager when its requests are answered."""
+        with self._lock:
+            if self._manager is not None and self._manager.is_running():
+                self._manager.stop(block=True)
+            self._manager = None
+
+
+def settings(model: Any, context: int | None) -> ContinuousBatchingConfig:
+    """Pages for some requests of the model's context on a CPU; on a GPU as many as half of the free memory holds."""
+    if model.device.type == "cpu":
+        tokens = max(2 * (context or 0), LEAST_TOKENS)
+        made = ContinuousBatchingConfig(block_size=PAGE, num_blocks=tokens // PAGE, max_batch_tokens=CALL_TOKENS)
+    else:
+        made = ContinuousBatchingConfig(max_memory_percent=MEMORY)
+    if hasattr(made, "auto_switch_to_flash"):
+        made.auto_switch_to_flash = False
+    return made

@@ -1,0 +1,64 @@
+"""Greedy requests of several users are answered at once, others one after another beside them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.support.serving import NAME, Running, running
+
+PROMPTS = ["Hello", "The sea is", "One two three four five", "a", "Why?"]
+NEW = 24
+
+
+def complete(server: Running, prompt: str, **more: Any) -> str:
+    made = server.client().completions.create(model=NAME, prompt=prompt, max_tokens=NEW, **{"temperature": 0, **more})
+    return str(made.choices[0].text)
+
+
+def batched(server: Running) -> int:
+    paths = server.model.accelpatch.report().paths
+    return sum(count for path, count in paths.items() if path.startswith("continuous batching"))
+
+
+def test_several_users_get_what_a_lone_one_gets(server: Running) -> None:
+    due = [server.lone(prompt, NEW) for prompt in PROMPTS]
+    before = batched(server)
+    with ThreadPoolExecutor(len(PROMPTS)) as users:
+        assert list(users.map(lambda prompt: complete(server, prompt), PROMPTS)) == due
+    steps = batched(server) - before
+    assert NEW <= steps < NEW * len(PROMPTS), "tokens of several requests come from one step"
+
+
+def test_streams_and_sampled_answers_beside_them(server: Running) -> None:
+    due = server.lone(PROMPTS[1], NEW)
+    with ThreadPoolExecutor(3) as users:
+        sampled = [users.submit(complete, server, PROMPTS[2], temperature=1.0, seed=5) for _ in range(2)]
+        chunks = server.client().completions.create(
+            model=NAME, prompt=PROMPTS[1], max_tokens=NEW, temperature=0, stream=True
+        )
+        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) in due
+        assert sampled[0].result() == sampled[1].result()
+
+
+def test_a_client_that_hangs_up_leaves_the_batch(server: Running) -> None:
+    stream = server.client().completions.create(model=NAME, prompt="Hello", max_tokens=900, temperature=0, stream=True)
+    next(iter(stream))
+    stream.close()
+    assert complete(server, PROMPTS[3]) == server.lone(PROMPTS[3], NEW)
+    end = time.monotonic() + 20
+    while server.app.batch._waiting:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_the_manager_ends_with_the_server(folder: Path) -> None:
+    before = threading.active_count()
+    with running(folder) as found:
+        complete(found, PROMPTS[0])
+        assert found.app.batch._manager.is_running()
+    assert found.app.batch._manager is None
+    assert threading.active_count() <= before + 3
