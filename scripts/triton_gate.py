@@ -34,6 +34,7 @@ from gates.rows import NORM, kernels_of_rows
 from accelpatch.errors import CompileError
 from accelpatch.kernels.triton import (
     dequantize,
+    fp8_weights,
     gated_activation,
     gemm,
     gemm_w8a8,
@@ -197,6 +198,15 @@ BUILDS = {
             block.warps,
         )
         for block, cut in zip(weight_only.INT4.of, (True, True, False), strict=True)
+    },
+    **{
+        f"fp8 weights in blocks, {block.tokens} tokens": Build(
+            fp8_weights._fp8_gemm,
+            ("*bf16", "*i8", "*fp32", "*bf16", "*bf16", "*fp32", *("i32",) * 6),
+            {"ROWS_ALONE": False, "BIAS": True, "CUT": True, "EVEN": True, "COLUMNS": block.columns} | sizes(block),
+            block.warps,
+        )
+        for block in fp8_weights.BLOCKS.of
     },
     **products("i8", "i32", ARCHS, 0),
     **products("fp8e4b8", "fp32", ("gfx942",), -1),

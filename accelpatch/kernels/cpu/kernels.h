@@ -46,8 +46,8 @@ struct AttentionCall {
 
 struct PagesCall {
     ap_pages a;
-    int64_t runs;    // of the longest row
-    float* partial;  // [batch, heads, runs, run_floats]
+    int64_t runs;     // of the longest row
+    float* partial;   // [batch, heads, runs, run_floats]
     float* gathered;  // [threads, 2, kRun, d]
 };
 

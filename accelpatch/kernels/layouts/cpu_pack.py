@@ -43,11 +43,10 @@ from accelpatch.kernels.layouts.pack_tensors import (
     as_zero_points,
     is_half,
     realigned,
-)  # fmt: skip
+)
 from accelpatch.kernels.layouts.row_major import Int3Rows, Int4Rows, Int8Rows, Plain
 
-LARGEST = 1 << 31
-SUPERBLOCK = 256  # values of a block of Q4_K or Q6_K
+LARGEST, SUPERBLOCK = 1 << 31, 256  # rows or columns of a pack; values of a block of Q4_K or Q6_K
 #: GGUF's name -> kind, bytes of a superblock, values that share a scale
 FORMS = {"Q4_K": (Q4_K, 144, 32), "Q6_K": (Q6_K, 210, 16)}
 
@@ -176,10 +175,8 @@ class Pack:
         """Why a weight[n, k] cannot be packed, or None. offset: "none", "minimum" or "zero_point"; codes: of `pack`."""
         if max(n, k) > LARGEST:
             return f"{n} x {k} is more than {LARGEST} rows or columns"
-        if (group != k or codes) and group % 16:
-            return f"groups of {group} are not a multiple of 16"
-        if bits == 3 and group % 32:
-            return f"groups of {group} codes of 3 bits are not a multiple of 32"
+        if (group != k or codes or bits == 3) and group % (multiple := 32 if bits == 3 else 16):
+            return f"groups of {group} are not a multiple of {multiple}"
         if bits == 8 and offset != "none":
             return f"8 bits have no {offset.replace('_', ' ')}"
         if not codes:
