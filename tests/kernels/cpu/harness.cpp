@@ -158,6 +158,19 @@ static void attention() {
     require(ap_attention_run(&a, 2) == AP_OK, "attention");
 }
 
+static void pages() {
+    const int64_t batch = pick(1, 4), kv_heads = pick(1, 3), heads = kv_heads * pick(1, 4), d = pick(1, 70),
+                  tokens = pick(1, 200);
+    Owned o;
+    int64_t index[400], starts[4], ends[4];
+    for (int64_t& one : index) one = pick(0, tokens - 1);
+    for (int64_t b = 0; b < batch; b++) starts[b] = pick(0, 398), ends[b] = pick(starts[b] + 1, 400);
+    ap_pages a = {floats(o, batch * heads * d), floats(o, tokens * kv_heads * d), floats(o, tokens * kv_heads * d),
+        floats(o, batch * heads * d), index, starts, ends, batch, heads, kv_heads, d, tokens, 0.1f,
+        pick(0, 1) ? 30.0f : 0.0f};
+    require(ap_pages_run(&a, 2) == AP_OK, "pages");
+}
+
 static void steps() {
     const int64_t hidden = pick(1, 4) * 16 + 2 * pick(0, 3), kv_heads = pick(1, 2), heads = kv_heads * pick(1, 3),
                   d = 2 * pick(1, 20);
@@ -168,20 +181,26 @@ static void steps() {
         {hidden, wide}, {words, hidden}, {words, hidden}};
     for (int i = 0; i < 9; i++) weight(own[i], shapes[i][0], shapes[i][1]);
     auto maybe = [&](int64_t n) { return ap_norm{pick(0, 1) ? floats(o, n) : nullptr, 1e-5f, 0}; };
-    const int64_t cache = most * kv_heads * length * d;
+    const bool one = pick(0, 1);  // the tokens of a step are of one sequence
+    const int64_t form = pick(0, 3), rows = (one ? 1 : most) * kv_heads * length;
+    const int64_t cache = (rows * d * (form == AP_CACHE_FLOAT ? 4 : form == AP_CACHE_BF16 ? 2 : 1) + 3) / 4;
+    auto scales = [&] {
+        return form > AP_CACHE_BF16 ? reinterpret_cast<uint16_t*>(floats(o, (rows + 1) / 2)) : nullptr;
+    };
     ap_layer layer = {own[0].w, own[1].w, own[2].w, own[3].w, own[4].w, own[5].w, own[6].w, maybe(hidden),
-        maybe(hidden), maybe(hidden), maybe(hidden), maybe(d), maybe(d), floats(o, cache), floats(o, cache),
-        pick(0, 1) ? pick(1, 99) : 0, 0.2f, 0, 0, static_cast<int32_t>(pick(0, 3))};
+        maybe(hidden), maybe(hidden), maybe(hidden), maybe(d), maybe(d), floats(o, cache), floats(o, cache), scales(),
+        scales(), pick(0, 1) ? pick(1, 99) : 0, 0.2f, 0, 0, static_cast<int32_t>(pick(0, 3)),
+        static_cast<int32_t>(form), 0};
     ap_model model = {1, hidden, d, most, length, &layer, own[7].w, own[8].w, maybe(hidden),
-        {floats(o, d / 2), nullptr}, {1, 1}, 2, pick(0, 1) ? 9.0f : 0.0f};
+        {floats(o, d / 2), nullptr}, {1, 1}, 2, pick(0, 1) ? 9.0f : 0.0f, one};
     void* step = nullptr;
     require(ap_step_create(&model, 4, &step) == AP_OK, "step_create");
     for (int i = 0; i < 3; i++) {
-        const int64_t batch = pick(1, most);
+        const int64_t batch = pick(1, most < length ? most : length), first = pick(0, length - batch);
         int64_t tokens[8], slots[8], starts[8], positions[8];
         for (int64_t b = 0; b < batch; b++)
-            tokens[b] = pick(0, words - 1), slots[b] = pick(0, length - 1), starts[b] = pick(0, slots[b]),
-            positions[b] = slots[b];
+            tokens[b] = pick(0, words - 1), slots[b] = one ? first + b : pick(0, length - 1),
+            starts[b] = one ? 0 : pick(0, slots[b]), positions[b] = slots[b];
         Buffer<float> logits(batch * words);
         const int threads = static_cast<int>(pick(1, 3));
         require(
@@ -206,6 +225,7 @@ int main(int, char** argv) {
         products();
         rows();
         attention();
+        pages();
         steps();
     }
     std::printf("%d\n", rounds);

@@ -48,7 +48,8 @@ def test_archs_and_libraries_have_keys_of_their_own() -> None:
 
 def test_amd_has_no_library_for_heads_wider_than_its_kernels_take() -> None:
     assert set(GPU_LIBRARIES) - set(names_of(KNOWN["gfx942"])) == {
-        "decode_attention_bf16_256", "decode_attention_fp16_256",
+        "decode_attention_bf16_256", "decode_attention_fp16_256", "decode_attention_int8_bf16_256",
+        "decode_attention_fp8_bf16_256",
     }  # fmt: skip
     assert names_of(HERE) == list(GPU_LIBRARIES)
 
