@@ -186,7 +186,7 @@ MISUSE: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "no-groups": ("int8_linear", (X, Q, S[:, :0]), "0 groups"),
     "bias": ("int8_linear", (X, Q, S, torch.ones(5)), "bias is float"),
     "bias-device": ("int8_linear", (X, Q, S, torch.ones(4, device="meta")), "move the module"),
-    "offset": ("int4_linear", (X, Q[:, :3], S, S[:, :1]), "offset has the shape of scale"),
+    "offset": ("int4_linear", (X, Q[:, :3], S, S[:, :1]), r"offset is \[4, 2\] here"),
     "ids-float": ("int8_embedding", (X, Q, S, F32), "ids are int32 or int64"),
     "ids-dtype": ("int8_embedding", (IDS, Q, S, torch.int8), "dtype is a float"),
     "norm-weight": ("rmsnorm", (X, torch.ones(5), 1e-6, False), "weight is float"),
@@ -217,7 +217,7 @@ def test_embedding_refuses_ids_out_of_range(bad: int) -> None:
         dispatch.kernel("int8_embedding").op(torch.tensor([0, bad]), Q, S, F32)
 
 
-PARTS_OF_ONE = {"_codes", "_six_bits", "_float16", "_signed"}  # of block_linear's alone
+PARTS_OF_ONE = {"_codes", "_six_bits", "_float16", "_signed"}  # of the reference of GGUF blocks alone
 OF_REFERENCES = {"dense", "accumulators", "activated_reference"} | PARTS_OF_ONE
 
 

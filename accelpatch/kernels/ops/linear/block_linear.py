@@ -193,7 +193,7 @@ def cases() -> list[Case]:
 
     short = [form for form, kind in FORMS.items() if kind.values == 32]
     long = [form for form in FORMS if form not in short]
-    return [case(*size, form=form) for size in SIZES for form in long] + [case(3, 10, 96, True, form) for form in short]
+    return [case(*size, form=form) for form in long for size in SIZES] + [case(3, 10, 96, True, form) for form in short]
 
 
 def embedding_cases() -> list[Case]:

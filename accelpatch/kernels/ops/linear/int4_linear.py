@@ -43,7 +43,10 @@ def dense(
     u[:, 1::2] = byte.div_(16, rounding_mode="floor")
     if codes:
         u = torch.tensor(CODEBOOKS[codes], dtype=torch.float32, device=q.device).to(wide)[u.long()]
-    groups, s = u.view(q.shape[0], scale.shape[1], -1), _scales(scale, offset, codes, wide)[:, :, None]
+    groups, s = u.view(q.shape[0], scale.shape[1], -1), scale.to(wide)
+    if codes == NVFP4 and offset is not None:
+        s = offset.mul(scale.to(torch.float64)).to(wide)
+    s = s[:, :, None]
     if codes:
         groups.mul_(s)
     elif offset is None:
