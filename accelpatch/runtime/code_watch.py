@@ -108,12 +108,16 @@ class CodeWatch:
         model = None if self._model is None else self._model()
         if model is not None:
             with self.alone():
-                self.sessions[session] = attention.names(model)
+                first = next(iter(self.sessions.values()), None)
+                self.sessions[session] = attention.names(model) if first is None else first
                 self._choose_attention(model)
 
     def end(self, session: Any) -> None:
-        """End what began, if it has not ended; the model has the implementations again that it had."""
-        for settings, name in self.sessions.pop(session, []):
+        """End what began, if it has not ended; with the last one the model has the implementations again that it had."""
+        held = self.sessions.pop(session, [])
+        if self.sessions:
+            return
+        for settings, name in held:
             settings[attention.SETTING] = name
         model = None if self._model is None else self._model()
         if model is not None:

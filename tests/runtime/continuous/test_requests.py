@@ -11,6 +11,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import accelpatch
+from accelpatch.modules import attention_settings as attention
 from accelpatch.runtime.continuous.step import CONTINUOUS, STOCK
 from tests.runtime.continuous.test_families import FAMILIES, NEW, agrees, options, prompts
 from tests.support.tiny import CAUSAL
@@ -85,6 +86,28 @@ def test_several_models_in_one_process(machine: str) -> None:
         found = [manager.get_result(timeout=60).generated_tokens for manager in (first, second)]
     assert all(agrees(model, ASKED[2], answer) for model, answer in zip((one, other), found, strict=True))
     assert len(tokens(stock.generate_batch(ASKED[:2], **options()))) == 2
+
+
+@pytest.mark.parametrize("recipe", ["exact", "flash"])
+def test_two_managers_of_one_model(machine: str, recipe: str) -> None:
+    """The one goes on when the other has stopped, and the last one leaves the model as it was."""
+    model = made(recipe)
+    names, asked = attention.names(model), {key: one for key, one in options().items() if key != "warmup"}
+    first, second = (model.init_continuous_batching(**asked) for _ in range(2))
+    for manager in (first, second):
+        manager.start()
+    found = []
+    for manager, prompt in ((first, ASKED[2]), (second, ASKED[1])):
+        manager.add_request(prompt, max_new_tokens=NEW)
+        found.append(agrees(model, prompt, manager.get_result(timeout=60).generated_tokens))
+    first.stop()
+    for prompt in ASKED[:3]:
+        second.add_request(prompt, request_id=str(len(prompt)), max_new_tokens=NEW)
+    answers = {one.request_id: one.generated_tokens for one in (second.get_result(timeout=60) for _ in range(3))}
+    second.stop()
+    assert all(found + [agrees(model, prompt, answers[str(len(prompt))]) for prompt in ASKED[:3]])
+    assert STOCK not in model.accelpatch.report().paths
+    assert attention.names(model) == names
 
 
 def test_shared_prefixes_and_several_answers(machine: str) -> None:
