@@ -113,7 +113,7 @@ class CodeWatch:
                 self._choose_attention(model)
 
     def end(self, session: Any) -> None:
-        """End what began, if it has not ended; with the last one the model has the implementations again that it had."""
+        """End what began, if it has not ended; the last one gives the model the implementations that it had."""
         held = self.sessions.pop(session, [])
         if self.sessions:
             return

@@ -11,6 +11,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import accelpatch
+from accelpatch.errors import PatchError
 from accelpatch.modules import attention_settings as attention
 from accelpatch.runtime.continuous.step import CONTINUOUS, STOCK
 from tests.runtime.continuous.test_families import FAMILIES, NEW, agrees, options, prompts
@@ -184,6 +185,25 @@ def test_a_kept_manager_after_unpatch() -> None:
     accelpatch.unpatch(model)
     assert tokens(model.generate_batch(ASKED, **kept)) == due
     model.destroy_cached_continuous_batching_manager()
+
+
+@pytest.mark.parametrize("recipe", ["exact", "flash"])
+def test_unpatching_waits_for_the_managers_end(recipe: str) -> None:
+    """Its calls had no masks: the originals' attention would mix the requests."""
+    model = made(recipe)
+    manager = model.init_continuous_batching(**{key: one for key, one in options().items() if key != "warmup"})
+    manager.start()
+    with pytest.raises(PatchError, match=r"manager.stop\(\)"):
+        accelpatch.unpatch(model)
+    for prompt in ASKED:
+        manager.add_request(prompt, request_id=str(len(prompt)), max_new_tokens=NEW)
+    answers = {one.request_id: one.generated_tokens for one in (manager.get_result(timeout=60) for _ in ASKED)}
+    manager.stop(block=False)
+    manager.join(0.0)
+    accelpatch.unpatch(model)
+    named = (model, model.model, *(layer.self_attn for layer in model.model.layers))
+    assert {one.config._attn_implementation for one in named} == {"sdpa"}
+    assert all(agrees(model, prompt, answers[str(len(prompt))]) for prompt in ASKED)
 
 
 def test_the_report_says_what_ran(machine: str) -> None:
