@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 import accelpatch
 from accelpatch.errors import PatchError
 from accelpatch.modules import attention_settings as attention
+from accelpatch.runtime.code_watch import CodeWatch
 from accelpatch.runtime.continuous.step import CONTINUOUS, STOCK
 from tests.runtime.continuous.test_families import FAMILIES, NEW, agrees, options, prompts
 from tests.support.tiny import CAUSAL
@@ -204,6 +207,32 @@ def test_unpatching_waits_for_the_managers_end(recipe: str) -> None:
     named = (model, model.model, *(layer.self_attn for layer in model.model.layers))
     assert {one.config._attn_implementation for one in named} == {"sdpa"}
     assert all(agrees(model, prompt, answers[str(len(prompt))]) for prompt in ASKED)
+
+
+def test_calls_one_after_another_do_not_keep_a_manager_waiting() -> None:
+    """Each of two threads ends its call when the other one's has begun: some call runs at every moment."""
+    model = made(None)
+    code = CodeWatch(model)
+    over, entered, entries = threading.Event(), threading.Condition(), list[int]()
+
+    def calling() -> None:
+        while not over.is_set():
+            with code, entered:
+                entries.append(place := len(entries))
+                entered.notify_all()
+                entered.wait_for(lambda: len(entries) > place + 1, 1.0)
+
+    threads = [threading.Thread(target=calling) for _ in range(2)]
+    begin = threading.Thread(target=code.begin, args=("session",), daemon=True)
+    for thread in (*threads, begin):
+        thread.start()
+        time.sleep(0.1)
+    begin.join(8.0)
+    waits = begin.is_alive()
+    over.set()
+    for thread in (*threads, begin):
+        thread.join()
+    assert not waits
 
 
 def test_the_report_says_what_ran(machine: str) -> None:
