@@ -25,6 +25,7 @@ from accelpatch.report import Report
 HANDLE = "accelpatch"  # the attribute of a patched model that holds its Handle
 PATH = "_accelpatch_path"  # the attribute of a replacement that holds its dotted name, for messages
 LOADED = "loaded"  # in place of `keep_original`: the model came patched from loading, and never had originals
+CODE = "_accelpatch_code"  # as in runtime/code_watch.py
 ROLE = "_accelpatch_role"  # the attribute of a replacement that holds its site's role
 
 
@@ -73,8 +74,8 @@ class Handle:
         What happened to the model since the patch is kept: moves, casts, adapters, wrappers, modules that the user put
         in. Packed weights that were written since come back with the new values as the format rounded them, with a
         warning. forced: a `forward` that the user set on a replacement moves to its original instead of being an error.
-        Raises PatchError where the originals were freed, or for accelerate hooks, classes or forwards that were put on
-        the replacements.
+        Raises PatchError where the originals were freed, while continuous batching runs, or for accelerate hooks,
+        classes or forwards that were put on the replacements.
         """
         rounded = any(entry.replacer and entry.replacer.rounds for entry in self.plan.replaced)
         if self.keep_original == LOADED and rounded:
@@ -88,6 +89,7 @@ class Handle:
                 "or patch with keep_original='cpu'"
             )
         model = self.changes[-1].owner
+        _refuse_while_batching(model)
         carried = refuse_or_carry(model, self.swaps, self.hooks, forced)
         written = [str(vars(module)[PATH]) for module in carried]
         frozen = bool(self.trainable) and not any(parameter.requires_grad for parameter in self.trainable)
@@ -279,3 +281,13 @@ def _changes(model: nn.Module, item: Built, replaced: dict[int, nn.Module]) -> I
             parent, _, name = place.rpartition(".")
             owner = model.get_submodule(parent)
             yield Change(replaced.get(id(owner), owner), name, old, new)
+
+
+def _refuse_while_batching(model: nn.Module) -> None:
+    """Raise PatchError while a manager of continuous batching runs the model: its calls come without masks, and the
+    originals' attention would mix its requests."""
+    sessions = getattr(vars(model).get(CODE), "sessions", {})
+    for session in list(sessions):
+        session.end_if_idle()
+    if sessions:
+        raise PatchError("continuous batching runs this model: stop its manager (manager.stop()), and unpatch then")

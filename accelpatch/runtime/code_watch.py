@@ -33,6 +33,8 @@ CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
 CACHED = ("update", "get_seq_length", "get_mask_sizes", "reorder_cache")
 PICKING = (*SUPPRESSING, *WARPERS, *CRITERIA, LogitsProcessorList, StoppingCriteriaList)  # what samplers stand for
 
+HELD_OFF = 10.0  # seconds that a new call waits at most for a change that waits for the calls before it
+
 
 class CodeWatch:
     """A context manager around each call of a model; the outermost one looks, and a change to the model waits.
@@ -51,6 +53,7 @@ class CodeWatch:
         self._aside: attention.Aside = []  # configurations that name the originals' attention meanwhile
         self.sessions: dict[Any, Any] = {}  # those of `begin` -> the implementations that the model had
         self._gate = threading.Condition()
+        self._changing: set[threading.Thread] = set()  # that wait in `alone` for the calls of others
         self._callers: Counter[threading.Thread] = Counter()  # the threads that are in calls of the model, and how deep
         self.version = 0
         self.others: str | None = None
@@ -74,6 +77,9 @@ class CodeWatch:
     def __enter__(self) -> None:
         caller = threading.current_thread()
         if caller not in self._callers:
+            if self._changing:
+                with self._gate:
+                    self._gate.wait_for(lambda: not any(thread.is_alive() for thread in self._changing), HELD_OFF)
             self.look()
         with self._gate:
             self._callers[caller] += 1
@@ -94,9 +100,14 @@ class CodeWatch:
         """
         with self._gate:
             own = self._callers.pop(threading.current_thread(), 0)
+            self._changing.add(threading.current_thread())
             self._gate.notify_all()
-            # a thread that is gone without an end of its call is one of the parent of a fork
-            self._gate.wait_for(lambda: not any(thread.is_alive() for thread in self._callers))
+            try:
+                # a thread that is gone without an end of its call is one of the parent of a fork
+                self._gate.wait_for(lambda: not any(thread.is_alive() for thread in self._callers))
+            finally:
+                self._changing.discard(threading.current_thread())
+                self._gate.notify_all()
             try:
                 yield
             finally:
@@ -108,12 +119,16 @@ class CodeWatch:
         model = None if self._model is None else self._model()
         if model is not None:
             with self.alone():
-                self.sessions[session] = attention.names(model)
+                first = next(iter(self.sessions.values()), None)
+                self.sessions[session] = attention.names(model) if first is None else first
                 self._choose_attention(model)
 
     def end(self, session: Any) -> None:
-        """End what began, if it has not ended; the model has the implementations again that it had."""
-        for settings, name in self.sessions.pop(session, []):
+        """End what began, if it has not ended; the last one gives the model the implementations that it had."""
+        held = self.sessions.pop(session, [])
+        if self.sessions:
+            return
+        for settings, name in held:
             settings[attention.SETTING] = name
         model = None if self._model is None else self._model()
         if model is not None:

@@ -12,7 +12,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from accelpatch.serving.ticket import HungUp, Ticket, TimeOver
+from accelpatch.serving.ticket import Ticket
 
 PAGE, CALL_TOKENS = 32, 256  # tokens of a page; of a call on a CPU, prompts in parts
 LEAST_TOKENS = 8192  # that the pages hold, for all requests together
@@ -75,11 +75,10 @@ class Batch:
                 done = result.is_finished()
                 new, seen = result.generated_tokens[seen:], len(result.generated_tokens)
                 yield from new
-        except (HungUp, TimeOver):
-            manager.cancel_request(name)
-            raise
         finally:
             self._waiting.pop(name, None)
+            if not done:  # nobody waits for it any more, or takes its tokens
+                manager.cancel_request(name)
 
     def _name(self) -> str:
         with self._lock:

@@ -8,7 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import accelpatch
+from accelpatch.serving.batch import Batch
+from accelpatch.serving.ticket import HungUp, Ticket
 from tests.support.serving import NAME, Running, running
+from tests.support.tiny import CAUSAL
 
 PROMPTS = ["Hello", "The sea is", "One two three four five", "a", "Why?"]
 NEW = 24
@@ -53,6 +61,23 @@ def test_a_client_that_hangs_up_leaves_the_batch(server: Running) -> None:
     while server.app.batch._waiting:
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_an_answer_that_nobody_takes_is_cancelled() -> None:
+    """A client that went away is mostly seen when the next token is handed on."""
+    model: Any = accelpatch.patch(CAUSAL["llama"].make(max_position_embeddings=4096), "exact", verify=False)
+    batch, most = Batch(model, 4096), 3000
+
+    class Gone:
+        def put(self, value: torch.Tensor) -> None:
+            if value.numel() == 1:
+                raise HungUp
+
+    config = GenerationConfig(max_new_tokens=most, do_sample=False)
+    with pytest.raises(HungUp):
+        batch.generate(torch.tensor([[5, 6, 7]]), config, Ticket({}, 60.0), Gone())
+    batch.stop()  # when all requests are answered
+    assert sum(model.accelpatch.report().paths.values()) < most
 
 
 def test_the_manager_ends_with_the_server(folder: Path) -> None:

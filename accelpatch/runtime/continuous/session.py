@@ -14,7 +14,7 @@ from accelpatch.kernels.triton import launch
 from accelpatch.modules import paged_setting
 from accelpatch.modules.attention_settings import SETTING
 from accelpatch.modules.paged_attention import STANDS_FOR, register
-from accelpatch.modules.paged_setting import PAGED
+from accelpatch.modules.paged_setting import PAGED, implementation
 from accelpatch.runtime.code_watch import CodeWatch
 
 SWITCHES = ("switch_to_cb_friendly_attn", "switch_to_paged_attn")  # of managers since 5.24, and before
@@ -65,7 +65,7 @@ def why_not(model: Any) -> str | None:
     parameters = inspect.signature(PagedAttentionCache.update).parameters
     if "kwargs" not in parameters and not {"read_index", "write_index"} <= set(parameters):
         return "the pages of this version of transformers are not known"
-    names = {vars(config)[SETTING] for config in _configurations(model).values()}
+    names = {implementation(config) for config in _configurations(model).values()}
     if others := sorted(str(name) for name in names - set(STANDS_FOR)):
         return f"the attention implementation is {others[0]}"
     device = probe(model.device)

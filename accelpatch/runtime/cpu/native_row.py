@@ -16,6 +16,7 @@ from accelpatch.runtime.cache_contents import Contents
 from accelpatch.runtime.cpu.native_cache import Store, stored
 from accelpatch.runtime.cpu.native_step import NATIVE, NativeRuntime, Reading
 from accelpatch.runtime.cpu.torch_threads import all_threads
+from accelpatch.runtime.quantized_cache import format_of_cache
 
 
 class NativeRow:
@@ -39,13 +40,13 @@ class NativeRow:
             return None
         contents = self.contents
         if contents is None or not contents.are_of(self._cache):
-            found = stored(self._cache, 1, reading.model)
+            found = stored(self._cache, 1, reading.model, format_of_cache(self._cache, self._runtime.form))
             if isinstance(found, str):
                 return None
             contents = self.contents = found
         store: Store = contents.static
         if slot + len(tokens) > store.capacity:
-            larger = Store(zip(store.keys, store.values, strict=True), 2 * (slot + len(tokens)))
+            larger = Store(zip(store.keys, store.values, strict=True), 2 * (slot + len(tokens)), store.form)
             contents.move(larger)
             store = larger
         first = torch.arange(slot, slot + len(tokens), dtype=torch.int64, device="cpu")

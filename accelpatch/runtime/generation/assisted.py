@@ -35,6 +35,7 @@ from accelpatch.runtime.graphs.step import CapturedStep
 Stock = Callable[..., Any]
 RUNTIME = "_accelpatch_runtime"  # as in patched_model.py
 ROOM = 8192  # new tokens of a call up to which a model drafts: its cache has room for all of them from the start
+ASSISTANTS = 2  # unpatched ones whose captured steps, and with them weights, a target keeps
 NAME = "_assisted_decoding"  # transformers' method
 
 
@@ -186,7 +187,10 @@ class _Call:
         if found is None:
             found = CapturedRuntime()
             found.code = CodeWatch(assistant)
-            self._runtime.assistants[assistant] = found
+            held = self._runtime.assistants
+            held[assistant] = found
+            while len(held) > ASSISTANTS:
+                del held[next(iter(held))]
         return found
 
     def run(self) -> Any:

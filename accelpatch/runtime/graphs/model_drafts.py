@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.runtime.graphs.batch import DRAFTS, TOKENS, Batch, Drafts, GraphOf
+from accelpatch.runtime.graphs.batch import DRAFTS, SAMPLERS, TOKENS, Batch, Drafts, GraphOf
 from accelpatch.runtime.graphs.capture import Graph
 from accelpatch.runtime.graphs.sampler import Sampler, drawn
 
@@ -86,6 +86,8 @@ class ModelDrafts:
         if key not in self._accepting:
             state = self.state
             kept = [tensor.clone() for tensor in state]
+            while len(self._accepting) >= SAMPLERS * len(SIZES):
+                del self._accepting[next(iter(self._accepting))]
             self._accepting[key] = graph(lambda: self._accept(sampler, self.first(tokens)))
             for tensor, before in zip(state, kept, strict=True):
                 tensor.copy_(before)

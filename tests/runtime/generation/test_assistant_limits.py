@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ import accelpatch
 from accelpatch.report import DRAFTED
 from accelpatch.report import DRAFTS_ACCEPTED as ACCEPTED
 from accelpatch.report import NO_DRAFTS as NONE
+from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs import model_drafts
 from tests.support.assisting import assistant, mixed, paced, target
 from tests.support.drafting import as_on_a_gpu, assert_same, generate, paths, row
 from tests.support.tiny import CAUSAL
@@ -94,6 +98,26 @@ def test_an_assistant_that_is_unpatched_between_calls(monkeypatch: pytest.Monkey
     assert_same(generate(model, row(), assistant_model=draft), due)
     with torch.no_grad():
         draft.model.layers[0].mlp.up_proj.weight.mul_(-1)  # it has changed
+    assert_same(generate(model, row(), assistant_model=draft), due)
+
+
+def test_what_is_kept_of_assistants_and_samplers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured steps hold an unpatched assistant's weights, and each way of sampling has programs of its own."""
+    paced(monkeypatch)
+    monkeypatch.setattr(model_drafts, "SAMPLERS", 1)
+    model, due, gone = target(), generate(target(), row()), []
+    for _ in range(4):
+        draft = assistant(patched=False)
+        gone.append(weakref.ref(draft))
+        assert_same(generate(model, row(), assistant_model=draft), due)
+    del draft
+    gc.collect()
+    assert [one() is None for one in gone] == [True, True, False, False]
+    draft = assistant()
+    for share in range(8):
+        generate(model, row(), assistant_model=draft, do_sample=True, temperature=0.5 + share / 10)
+    (batch,) = {step.batch for step in vars(model)[RUNTIME].captured._steps.values()}
+    assert len(batch.model_drafts._accepting) == len(model_drafts.SIZES)
     assert_same(generate(model, row(), assistant_model=draft), due)
 
 

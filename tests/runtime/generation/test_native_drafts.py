@@ -94,6 +94,19 @@ def test_beyond_the_room_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(generate(model, row(), max_new_tokens=60, assistant_model=draft), due)
 
 
+@pytest.mark.parametrize("form", ["int8", "fp8", "bf16"])
+def test_a_cache_in_another_format(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens lie in the recipe's format, in a cache that has grown too."""
+    monkeypatch.setattr("accelpatch.runtime.cpu.native_cache.ROOM", 3)
+    paced(monkeypatch, mixed())
+    model = accelpatch.patch(repeating("llama"), {"extends": "exact", "runtime": {"kv_cache": form}}, verify=False)
+    due = generate(model, row(), max_new_tokens=60)
+    for given in ({"assistant_model": assistant()}, {"assistant_model": model}, {"assistant_early_exit": 1}):
+        made = generate(model, row(), max_new_tokens=60, **given)
+        assert made.past_key_values.layers[0]._contents.static.form == form
+        assert_same(made, due)
+
+
 def test_processors_criteria_and_a_cache_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     paced(monkeypatch)
     model, draft = target("qwen2"), assistant("qwen2")
