@@ -179,6 +179,10 @@ class Fp8BlockLinear(Fp8WeightOnlyLinear):
     """8-bit float weight in blocks of 128 x 128. Where its layout says so, x is rounded to 8-bit floats too, with a
     scale for each 128 values of a token."""
 
+    def _quantized_like(self, weight: Tensor, held: Any) -> RowMajor:
+        """In blocks even where a row has one scale, and with the same rounding of x."""
+        return fp8.quantize_blocks(weight).replace(rounds=held.rounds)
+
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""
         x = autocast(x)
