@@ -159,6 +159,10 @@ class NVFP4Linear(CodebookLinear):
     def canonical(self) -> Any:
         return super().canonical().replace(input_scale=self.input_scale)
 
+    def _quantized_like(self, weight: Tensor, held: Any) -> RowMajor:
+        """The scale of its input stays, whatever is written into the weight."""
+        return super()._quantized_like(weight, held).replace(input_scale=held.input_scale)
+
     def _take(self, new: RowMajor) -> None:
         super()._take(new)
         self.input_scale = getattr(new, "input_scale", None)

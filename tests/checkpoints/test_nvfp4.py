@@ -79,6 +79,17 @@ def test_it_is_saved_as_ours_with_the_scales_of_inputs(name: str, tmp_path: Path
     assert again.get_submodule(K_PROJ).input_scale.dtype == torch.float32
 
 
+@torch.no_grad()
+def test_the_scale_of_its_input_stays_where_the_weight_is_written() -> None:
+    model: Any = accelpatch.load(str(ROOT / CT)).model
+    layer, kept = model.get_submodule(K_PROJ), {name: one.clone() for name, one in model.state_dict().items()}
+    due, before = layer.input_scale.clone(), torch.as_tensor(layer.weight).clone()
+    layer.weight.data.mul_(2)
+    assert torch.equal(layer.state_dict()["input_scale"], due)
+    model.load_state_dict(kept)
+    assert torch.equal(torch.as_tensor(layer.weight), before)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_exported_to_the_same_codes_and_scales(name: str, tmp_path: Path) -> None:
     model: Any = accelpatch.load(str(ROOT / name)).model
