@@ -79,6 +79,15 @@ def test_it_is_saved_as_ours_with_the_scales_of_inputs(name: str, tmp_path: Path
     assert again.get_submodule(K_PROJ).input_scale.dtype == torch.float32
 
 
+@pytest.mark.parametrize("value", [torch.ones(5), torch.tensor([float("nan")]), torch.zeros(1)], ids=str)
+def test_a_damaged_scale_of_its_input_is_refused(value: Tensor, tmp_path: Path) -> None:
+    model: Any = accelpatch.load(str(ROOT / CT)).model
+    model.get_submodule(K_PROJ).input_scale = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(LoadError, match=rf"model.safetensors: {K_PROJ}.input_scale is torch.float32 "):
+        accelpatch.load(str(tmp_path))
+
+
 @torch.no_grad()
 def test_the_scale_of_its_input_stays_where_the_weight_is_written() -> None:
     model: Any = accelpatch.load(str(ROOT / CT)).model
