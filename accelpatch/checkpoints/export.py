@@ -155,9 +155,8 @@ def _sort(found: _Source, tensor: Read) -> None:
         if module is None:
             raise LoadError(f"{found.folder}: {path} is in no model that config.json describes: write it again")
         if replacer not in KINDS:
-            raise SaveError(
-                f"{path} is replaced by {replacer}, which is not exported: int3, int4, int8, w8a8 and fp8 are"
-            )
+            known = ", ".join(KINDS.values())
+            raise SaveError(f"{path} is replaced by {replacer}, which is not exported: {known} are")
         if isinstance(module, nn.Embedding) or module is head:
             tied = module is head and found.config.get("tie_word_embeddings")
             own = next(name for name, one in modules.items() if one is embedding) if tied else path

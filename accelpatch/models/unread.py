@@ -42,7 +42,9 @@ def _sentence(what: str, library: str) -> str:
 
 def _packed(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What GPTQ's and AWQ's tensors do not show, each with what reads it."""
-    if config.get("dynamic"):
+    rules = config.get("dynamic") or {}
+    left_out = config.get("quant_method") == "gptq" and all(str(one).startswith("-:") for one in rules)
+    if rules and not left_out:  # GPTQ's layers that are left out are float, which their tensors show
         yield "other bits for single layers, or layers left out (dynamic),", MODEL
     if _mixed(config):
         yield "auto-round's other bits for single layers (extra_config)", LIBRARIES["auto-round"]

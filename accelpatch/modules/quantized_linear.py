@@ -159,6 +159,10 @@ class NVFP4Linear(CodebookLinear):
     def canonical(self) -> Any:
         return super().canonical().replace(input_scale=self.input_scale)
 
+    def _quantized_like(self, weight: Tensor, held: Any) -> RowMajor:
+        """The scale of its input stays, whatever is written into the weight."""
+        return super()._quantized_like(weight, held).replace(input_scale=held.input_scale)
+
     def _take(self, new: RowMajor) -> None:
         super()._take(new)
         self.input_scale = getattr(new, "input_scale", None)
@@ -178,6 +182,10 @@ class Fp8WeightOnlyLinear(QuantizedLinear):
 class Fp8BlockLinear(Fp8WeightOnlyLinear):
     """8-bit float weight in blocks of 128 x 128. Where its layout says so, x is rounded to 8-bit floats too, with a
     scale for each 128 values of a token."""
+
+    def _quantized_like(self, weight: Tensor, held: Any) -> RowMajor:
+        """In blocks even where a row has one scale, and with the same rounding of x."""
+        return fp8.quantize_blocks(weight).replace(rounds=held.rounds)
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""

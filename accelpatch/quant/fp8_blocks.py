@@ -52,8 +52,9 @@ def blocks(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> Fp8Ro
 
 
 def packed(weight: Fp8Rows) -> dict[str, Tensor]:
-    """The tensors of a layer. Raises KernelError where rows of a block have scales of their own."""
+    """The tensors of a layer; blocks of zeros get a scale of 1, as readers refuse one of 0. Raises KernelError where
+    rows of a block have scales of their own."""
     scales = weight.scale[::FP8_BLOCK].contiguous()
     if not torch.equal(fp8.of_blocks(scales, weight.n), weight.scale):
         raise KernelError("scales that differ within blocks of 128 rows")
-    return {"weight": weight.w, "weight_scale_inv": scales}
+    return {"weight": weight.w, "weight_scale_inv": torch.where(scales == 0, 1.0, scales)}

@@ -140,21 +140,26 @@ def inverse_factor(hessian: Tensor, damping: float, order: Tensor | None = None)
 
     An input that is always zero has no part in it. Raises KernelError where there is none however it is damped.
     """
-    h = hessian.double()
-    if not bool(h.isfinite().all()):
+    if not bool(hessian.isfinite().all()):
         raise KernelError("the hessian is not finite: check the activations of the model in this dtype")
-    h = h.clone() if order is None else h[order][:, order]
-    diagonal = h.diagonal()
-    mean = float(diagonal.mean())
-    diagonal[diagonal == 0] = mean or 1.0
     for more in (1, 10, 100):
-        damped = h.clone()
-        damped.diagonal().add_(damping * more * (mean or 1.0))
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        h = _damped(hessian, damping * more, order)  # one name for all: two matrices of doubles at a time
+        h, failed = torch.linalg.cholesky_ex(h)
         if not int(failed):
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            h = torch.cholesky_inverse(h)
+            h, failed = torch.linalg.cholesky_ex(h, upper=True)
             if not int(failed):
-                return upper.float()
+                return h.float()
     raise KernelError(
         f"the hessian has no inverse, even with a damping of {100 * damping:g}: calibrate with more text, or other"
     )
+
+
+def _damped(hessian: Tensor, damping: float, order: Tensor | None) -> Tensor:
+    """A copy in float64 whose inputs are taken in `order`, with so much of the diagonal's mean added to it."""
+    h = (hessian if order is None else hessian[order][:, order]).to(torch.float64, copy=True)
+    diagonal = h.diagonal()
+    mean = float(diagonal.mean()) or 1.0
+    diagonal[diagonal == 0] = mean
+    diagonal.add_(damping * mean)
+    return h

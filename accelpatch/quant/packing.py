@@ -22,7 +22,7 @@ from accelpatch.quant import int4
 
 AWQ_FIELDS = (0, 2, 4, 6, 1, 3, 5, 7)  # field i of a word holds this column of eight
 WORD = 32
-SYMMETRIC = "quantise by a recipe whose int4_weight_only has options: {symmetric: true}"
+SYMMETRIC = "quantise by a recipe whose int{}_weight_only has options: {{symmetric: true}}"
 #: what GPTQ's first version takes off every zero point, in whole words
 LESS_ONE = {4: 0x11111111, 8: 0x01010101}
 THREE = 32  # codes of 3 bits that lie in whole words together
@@ -64,7 +64,7 @@ def zero_points(scale: Tensor, offset: Tensor | None, bits: int = 4) -> Tensor |
     wide, minimum = scale.float(), offset.float()
     zero = (-minimum / torch.where(wide == 0, 1.0, wide)).round().clamp_(0, most)
     if not torch.equal(-zero * wide, minimum):
-        raise KernelError(f"float minima, and other formats have integer zero points: {SYMMETRIC}")
+        raise KernelError(f"float minima, and other formats have integer zero points: {SYMMETRIC.format(bits)}")
     return zero.to(torch.uint8)
 
 

@@ -72,7 +72,7 @@ def check_held(
             continue
         groups = one.shape[1] if one.dim() == 2 else 0
         dtypes = (*floats, torch.int8) if name == "offset" else floats
-        if one.dtype not in dtypes or one.shape[0] != n or not groups or k % groups or one.shape != scale.shape:
+        if one.dtype not in dtypes or not groups or one.shape[0] != n or k % groups or one.shape != scale.shape:
             raise KernelError(f"{name} is {one.dtype} {list(one.shape)}, and {floats[0]} [{n}, G] belongs here")
         if not bool((finite := one.float().isfinite()).all()):  # 8-bit floats have no isfinite of their own
             place = [int(i) for i in (~finite).nonzero()[0]]
@@ -83,6 +83,13 @@ def check_held(
             raise KernelError("scale has a zero where the codes in q are not zero: write the checkpoint again")
     if (order := tensors.get("order")) is not None:
         check_order(order, k)
+
+
+def check_input_scale(one: Tensor | None) -> None:
+    """Raise KernelError unless `one` is the scale of an input, a number above zero, or None."""
+    if one is not None and (one.dtype != torch.float32 or one.shape != (1,) or not 0 < float(one) < float("inf")):
+        found = one.flatten()[:4].tolist()
+        raise KernelError(f"input_scale is {one.dtype} {found}, and one positive float32 belongs here")
 
 
 def check_order(order: Tensor, k: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -65,13 +65,15 @@ def uniform(recipe: Recipe, name: str) -> Recipe:
 def mixed(recipe: Recipe, chosen: Mapping[str, str], budget: float) -> Recipe:
     """The recipe in which each path of `chosen` has the format of that name; the other layers keep the recipe's own.
 
-    One rule for each format and each rule that it stands before, with the paths as its names.
+    One rule for each format and each rule that it stands before, with those paths as its names that the rule fits.
     """
     rules, bounds = list[Rule](), dict(recipe.verify.bounds)
+    names = {rule.name for rule in recipe.rules}
     for rule in recipe.rules:
         for name, format in FORMATS.items() if _rounds(rule) else ():
-            if paths := tuple(path for path, one in chosen.items() if one == name):
-                named = f"{name}-experts" if rule.replace.endswith("_experts") else name
+            if paths := tuple(path for path, one in chosen.items() if one == name and rule.match.fits_name(path)):
+                named = _other(f"{name}-experts" if rule.replace.endswith("_experts") else name, names)
+                names.add(named)
                 match = replace(rule.match, name=paths)
                 rules.append(replace(format.of(rule), match=match, name=named, optional=True))
                 bounds |= {named: bounds[rule.name]} if rule.name in bounds else {}
@@ -80,6 +82,12 @@ def mixed(recipe: Recipe, chosen: Mapping[str, str], budget: float) -> Recipe:
         recipe, name=f"{recipe.name}-{budget:g}-bits", rules=tuple(rules), verify=replace(recipe.verify, bounds=bounds),
         description=f"{recipe.name} with {budget:g} bits a weight on average, chosen layer by layer by measured KL.",
     )  # fmt: skip
+
+
+def _other(name: str, names: Collection[str]) -> str:
+    """The name, or with a number where a rule has it already."""
+    each = (name, *(f"{name}-{number}" for number in range(2, len(names) + 3)))
+    return next(one for one in each if one not in names)
 
 
 def budget_of(text: str) -> float:

@@ -22,7 +22,7 @@ from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
 from accelpatch.quant import int8
 from accelpatch.quant.smoothing import LEVELS, SiteStatistics
-from accelpatch.quant.weight import check_held
+from accelpatch.quant.weight import check_held, check_input_scale
 from accelpatch.replacers.proposing import LinearReplacer
 from accelpatch.replacers.weight_kernels import (
     CPU_LIBRARY,
@@ -87,8 +87,7 @@ class W8A8(LinearReplacer):
         one = getattr(held, "input_scale", None)
         if held.scale.shape[1] != 1:
             raise KernelError("a w8a8 weight has one scale a row and no offset")
-        if one is not None and (one.shape != (1,) or one.dtype != torch.float32 or not 0 < float(one) < float("inf")):
-            raise KernelError(f"input_scale is {one.dtype} {one.tolist()}, and one positive float32 belongs here")
+        check_input_scale(one)
         return self._module(site, W8A8Rows(held.w, held.scale, one), SiteStatistics(), choice)
 
     def _module(self, site: Site, weight: W8A8Rows, stats: SiteStatistics, choice: Choice) -> nn.Module:

@@ -27,7 +27,7 @@ from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
 from accelpatch.quant import codebook, gptq, int3, int4, int8
 from accelpatch.quant.smoothing import SiteStatistics
-from accelpatch.quant.weight import check_held
+from accelpatch.quant.weight import check_held, check_input_scale
 from accelpatch.replacers.calibrated import CALIBRATED, CalibratedReplacer, how_of
 from accelpatch.replacers.proposing import LinearReplacer
 from accelpatch.replacers.weight_kernels import (
@@ -117,6 +117,10 @@ class WeightOnly(CalibratedReplacer, LinearReplacer):
         check_held(held, site.n, site.k, (torch.int8,), self.dtypes, zero)
         if isinstance(self.wanted, int) and held.k != self.wanted * held.scale.shape[1]:
             raise KernelError(f"scale is {list(held.scale.shape)}, and one for each {self.wanted} values belongs here")
+        given = held.tensors().get("input_scale")
+        if given is not None and self.codes != NVFP4:
+            raise KernelError("input_scale does not belong to this kind of weight: write the checkpoint again")
+        check_input_scale(given)
         due, kind = self.kind(choice.detail), getattr(held, "kind", "none")
         if kind != due:
             raise KernelError(f"its offset is {kind}, and {due} belongs here: write the checkpoint again")

@@ -141,6 +141,17 @@ def test_values_that_no_scale_has(folder: Path, part: str, value: float) -> None
     _each_names(folder, SITE, f"{part}[3, 0]", "again")
 
 
+@pytest.mark.parametrize("part", ["scale", "offset"])
+def test_a_single_number_in_place_of_scales(folder: Path, part: str) -> None:
+    _with(folder, lambda tensors: tensors.update({f"{SITE}.{part}": torch.tensor(1.0).half()}))
+    _each_names(folder, WEIGHTS, SITE, f"{part} is torch.float16 []")
+
+
+def test_a_scale_of_an_input_that_none_has(folder: Path) -> None:
+    _with(folder, lambda tensors: tensors.update({f"{SITE}.input_scale": torch.ones(1)}))
+    _each_names(folder, WEIGHTS, f"{SITE}.input_scale does not belong")
+
+
 def test_a_scale_of_zero(model: Any, tmp_path: Path) -> None:
     saved(model, "int8", tmp_path / "patched")
     _with(tmp_path / "patched", lambda tensors: tensors[f"{SITE}.scale"][3].zero_())

@@ -120,9 +120,13 @@ def test_layers_of_several_kinds_and_those_that_stay(tmp_path: Path) -> None:
 def test_kept_layers_are_named_to_each_format(tmp_path: Path) -> None:
     source = saved(KEPT, tmp_path / "ours")
     kept = [f"model.layers.{layer}.self_attn.v_proj" for layer in range(2)]
-    of_gptq, of_awq = (config_of(api.export(source, to).folder)["quantization_config"] for to in ("gptq", "awq"))
+    folders = [api.export(source, to).folder for to in ("gptq", "awq")]
+    of_gptq, of_awq = (config_of(folder)["quantization_config"] for folder in folders)
     assert [*of_gptq["dynamic"]] == [rf"-:^model\.layers\.{layer}\.self_attn\.v_proj$" for layer in range(2)]
     assert of_awq["modules_to_not_convert"] == [*kept, "lm_head"]
+    due = logits(api.load(str(source)).model)
+    for folder in folders:
+        torch.testing.assert_close(logits(api.load(str(folder)).model), due, rtol=0, atol=1e-5)
 
 
 def test_static_scales_of_inputs_are_there(tmp_path: Path) -> None:

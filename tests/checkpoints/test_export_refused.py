@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1] / "fixtures/foreign"
 REFUSED: dict[str, tuple[Any, str, str, str]] = {
     "float minima": ("int4", "llama", "gptq", "has float minima, and other formats have integer zero points"),
     "names the option": ("int4", "llama", "compressed-tensors", "options: {symmetric: true}"),
+    "names the option of its bits": ("int3", "llama", "gptq", "int3_weight_only has options: {symmetric: true}"),
     "8 bits in awq": ("int8", "llama", "awq", "is int8, and awq holds int4: compressed-tensors and gptq do"),
     "w8a8 in gptq": (
         "smoothquant",
@@ -35,6 +36,7 @@ REFUSED: dict[str, tuple[Any, str, str, str]] = {
     "fp8 in awq": ("fp8", "llama", "awq", "is fp8, and awq holds int4"),
     "nothing quantised": ("exact", "llama", "gptq", "no quantised linear layer (recipe exact)"),
     "whole layers": ("smoothquant-opt", "opt", "compressed-tensors", "is replaced by int8_opt"),
+    "names all kinds": ("smoothquant-opt", "opt", "gptq", "w8a8, fp8, fp8 weights, mxfp4, nvfp4, fp8 blocks are"),
     "Conv1D": ("int8", "gpt2", "compressed-tensors", "is no nn.Linear but Conv1D"),
     "experts": ("int8", "qwen3_moe", "compressed-tensors", "experts lie in other tensors"),
 }

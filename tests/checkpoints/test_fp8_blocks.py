@@ -164,6 +164,33 @@ def test_activations_of_a_saved_model_are_rounded_where_its_recipe_says_so(tmp_p
     assert torch.equal(layer(x), model.get_submodule(Q_PROJ)(fp8.rounded(x)))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("k", [128, 256], ids=["one scale a row", "two"])
+def test_what_is_written_into_a_weight_lies_in_blocks_and_its_input_stays_rounded(k: int) -> None:
+    model: Any = tiny(k, 384)
+    text = RECIPE.replace("OPTIONS", "{activations: true}")
+    accelpatch.patch(model, accelpatch.recipe.recipe.parse(text), verify=False)
+    layer, new = model.get_submodule(Q_PROJ), torch.randn(k, k)
+    layer.weight.data.copy_(new)
+    codes, scales = by_definition(new)
+    assert layer.layout.rounds
+    assert torch.equal(layer.layout.scale[::128], scales)
+    assert torch.equal(layer.layout.w.view(torch.uint8), codes.view(torch.uint8))
+
+
+@torch.no_grad()
+def test_blocks_of_zeros_are_exported_with_a_scale_that_readers_take(tmp_path: Path) -> None:
+    original: Any = tiny(256, 384)
+    original.get_submodule(Q_PROJ).weight[:128, 128:] = 0
+    model = accelpatch.patch(original, accelpatch.recipe.recipe.parse(RECIPE.replace("OPTIONS", "{}")), verify=False)
+    model.save_pretrained(tmp_path / "ours")
+    accelpatch.export(tmp_path / "ours", "fp8", tmp_path / "theirs")
+    assert load_file(tmp_path / "theirs/model.safetensors")[f"{Q_PROJ}.weight_scale_inv"][0, 1] == 1
+    again: Any = accelpatch.load(str(tmp_path / "theirs"), dtype=torch.float32).model
+    weights = (torch.as_tensor(one.get_submodule(Q_PROJ).weight) for one in (again, model))
+    assert torch.equal(*weights)
+
+
 def test_activations_are_rounded_by_deepseeks_definition() -> None:
     x = torch.randn(5, 300) * torch.logspace(-3, 3, 300)
     for row, made in zip(x, fp8.rounded(x), strict=True):

@@ -79,6 +79,26 @@ def test_it_is_saved_as_ours_with_the_scales_of_inputs(name: str, tmp_path: Path
     assert again.get_submodule(K_PROJ).input_scale.dtype == torch.float32
 
 
+@pytest.mark.parametrize("value", [torch.ones(5), torch.tensor([float("nan")]), torch.zeros(1)], ids=str)
+def test_a_damaged_scale_of_its_input_is_refused(value: Tensor, tmp_path: Path) -> None:
+    model: Any = accelpatch.load(str(ROOT / CT)).model
+    model.get_submodule(K_PROJ).input_scale = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(LoadError, match=rf"model.safetensors: {K_PROJ}.input_scale is torch.float32 "):
+        accelpatch.load(str(tmp_path))
+
+
+@torch.no_grad()
+def test_the_scale_of_its_input_stays_where_the_weight_is_written() -> None:
+    model: Any = accelpatch.load(str(ROOT / CT)).model
+    layer, kept = model.get_submodule(K_PROJ), {name: one.clone() for name, one in model.state_dict().items()}
+    due, before = layer.input_scale.clone(), torch.as_tensor(layer.weight).clone()
+    layer.weight.data.mul_(2)
+    assert torch.equal(layer.state_dict()["input_scale"], due)
+    model.load_state_dict(kept)
+    assert torch.equal(torch.as_tensor(layer.weight), before)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_exported_to_the_same_codes_and_scales(name: str, tmp_path: Path) -> None:
     model: Any = accelpatch.load(str(ROOT / name)).model

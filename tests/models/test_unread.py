@@ -72,6 +72,9 @@ NOT_READ: dict[str, tuple[dict[str, Any], str, str]] = {
     "grouped-inputs": (grouped(FLOAT, "input_activations", strategy="group"), "activations by group", "vLLM"),
     "asymmetric-inputs": (grouped(INT, "input_activations", symmetric=False), "asymmetric activations", "vLLM"),
     "gptq-dynamic": (GPTQ | {"dynamic": {"+:.*up.*": {"bits": 8}}}, "other bits for single layers", "GPTQModel"),
+    "gptq-some-left-out": (
+        GPTQ | {"dynamic": {"-:.*down.*": {}, "+:.*up.*": {"bits": 8}}}, "other bits for single layers", "GPTQModel",
+    ),
     "gptq-rotation": (GPTQ | {"rotation": "hadamard"}, "rotated inputs (rotation: hadamard)", "GPTQModel"),
     "gptq-adapter": (GPTQ | {"adapter": {"name": "lora", "rank": 64}}, "an adapter of its own", "GPTQModel"),
     "gptq-words": (GPTQ | {"pack_dtype": "int16"}, "words of another size (pack_dtype: int16)", "GPTQModel"),
@@ -109,6 +112,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     "no-sparsity": config_of(FLOAT) | {"sparsity_config": None, "transform_config": None},
     "float-layers-by-auto-round": GPTQ | {"extra_config": {"lm_head": {"bits": 16, "data_type": "float"}}},
     "the-same-bits": GPTQ | {"extra_config": {"a": {"bits": 4, "group_size": 32, "sym": True}}},
+    "layers-left-out": GPTQ | {"dynamic": {r"-:^model\.layers\.0\.mlp\.up_proj$": {}}},
     "no-rules": GPTQ | {"dynamic": {}, "rotation": None, "adapter": None, "is_marlin_format": False},
     "no-pack-dtype": {key: value for key, value in GPTQ.items() if key != "pack_dtype"},
     "no-zero-points": AWQ | {"zero_point": False},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from accelpatch.errors import KernelError
 from accelpatch.quant.formats import dequantize
-from accelpatch.quant.gptq import Gptq, nearest
+from accelpatch.quant.gptq import Gptq, inverse_factor, nearest
 from accelpatch.quant.hessian import Hessians
 from accelpatch.quant.int4 import Int4Grid, quantize
 from accelpatch.quant.int8 import Int8Grid
@@ -152,6 +153,18 @@ def test_what_cannot_be_rounded(spoilt: str, words: str) -> None:
         hessian[0, 1] = hessian[1, 0] = 1e9
     with pytest.raises(KernelError, match=words):
         Gptq().rounded(weight, hessian, Int4Grid(), group)
+
+
+def test_two_matrices_of_doubles_exist_at_a_time() -> None:
+    x = torch.randn(400, 128)
+    hessian = x.T @ x
+    order = hessian.diagonal().argsort(descending=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        inverse_factor(hessian, 0.01, order)
+    results: Any = profile.profiler
+    events = [one for one in results.kineto_results.events() if one.name() == "[memory]"]
+    sizes = [one.nbytes() for one in sorted(events, key=lambda one: one.start_ns())]
+    assert 8 * 128**2 < max(accumulate(sizes)) < 2.1 * 8 * 128**2
 
 
 def test_hessians_are_shared_where_the_input_is() -> None:

@@ -66,6 +66,27 @@ def test_it_is_nearer_to_the_original_than_uniform_bits() -> None:
     assert losses["chosen"] < losses["uniform"]
 
 
+TWO = """name: two
+extends: int4
+rules:
+  - name: values
+    match: {name: "*v_proj"}
+    replace: int4_weight_only
+    options: {group_size: [32], rounding: gptq}
+"""
+
+
+def test_layers_keep_the_rounding_of_their_own_rule_and_names_of_rules_differ() -> None:
+    formats = dict.fromkeys((f"model.layers.0.self_attn.{one}_proj" for one in "qkvo"), "4-bits-by-64")
+    once = mixed.mixed(recipes.parse(TWO), formats, 4.5)
+    again = mixed.mixed(once, formats, 4.5)
+    for recipe in (once, again):
+        assert recipes.parse(recipes.dump(recipe)) == recipe
+        for path in formats:
+            fitting = (rule for rule in recipe.rules if rule.match.name and rule.match.fits_name(path))
+            assert ("rounding" in next(fitting).options) == path.endswith("v_proj"), path
+
+
 def test_what_was_measured_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from accelpatch.replacers import mixed_bits
 
