@@ -28,7 +28,9 @@ from accelpatch.kernels.triton import launch
 def dense(dtype: torch.dtype, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """The weight[N, K], computed in float32 or wider and rounded to `dtype`, and the bias."""
     wide = torch.promote_types(dtype, torch.float32)
-    return (q.to(wide) * along(scale.to(wide), q.shape[1])).to(dtype), None if bias is None else bias.to(dtype)
+    groups = torch.arange(q.shape[1], device=q.device).div_(FP8_BLOCK, rounding_mode="floor")
+    values = q.to(wide) * scale.to(wide)[:, groups.clamp_(max=scale.shape[1] - 1)]
+    return values.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def along(scale: Tensor, k: int) -> Tensor:
