@@ -68,7 +68,8 @@ def of_tile(tile: gemm.Block) -> dict[str, int]:
 BY_ROWS = {"GATE": False, "BIAS": True, "EVEN": True, "DEPENDENT": False}
 TILED = {"KIND": 2, "GROUP": 128, "GROUPS": 1}
 #: values that share a scale, and such groups in a step of K, for each kind of 4 bits
-GROUPS = ((32, 4), (64, 2), (256, 1), (64, 2), (32, 4), (32, 4))
+GROUPS = ((32, 4), (64, 2), (256, 1), (64, 2), (32, 4), (32, 4), (32, 4))
+SCALES = {"e2m1": ("*bf16", "*bf16"), "nvfp4": ("*i16", "*fp32")}  # of tiles, and what lies beside them; else fp16
 ROWS = {"CODE": -1, "GATED": False, "STATIC": False, "NATIVE": False, "DEPENDENT": False}
 FLAGS = {"ROW": True, "COLUMN": True, "D": 2, "CORRECTED": False, "RESIDUAL": False, "CODE": -1, "EVEN": True}
 TILE = gemm_w8a8.AMD_TILES[0][1]
@@ -214,7 +215,7 @@ BUILDS = {
     **{
         f"tiled_int4_linear in groups of {group}, {kind}": Build(
             weight_only._int4_gemm,
-            ("*bf16", "*i32", *("*bf16" if kind == "e2m1" else "*fp16",) * 2, "*bf16", "*bf16", "*fp32", *("i32",) * 6),
+            ("*bf16", "*i32", *SCALES.get(kind, ("*fp16", "*fp16")), "*bf16", "*bf16", "*fp32", *("i32",) * 6),
             {"KIND": number, "GROUP": group, "GROUPS": groups, "BIAS": True, "CUT": True}
             | sizes(weight_only.INT4.of[0]),
             weight_only.INT4.of[0].warps,
