@@ -116,7 +116,7 @@ BAD: dict[str, tuple[str, Any, Any, str]] = {
     "bits-text": (GPTQ, {"bits": "4"}, None, "bits '4'"),
     "group-0": (GPTQ, {"group_size": 0}, None, "group_size 0"),
     "group-no-divisor": (AWQ, {"group_size": 48}, None, "it cannot be here"),
-    "dynamic": (GPTQ, {"dynamic": {"-:.*k_proj": {}}}, None, "dynamic"),
+    "dynamic": (GPTQ, {"dynamic": {"+:.*k_proj": {"bits": 8}}}, None, "dynamic"),
     "version": (AWQ, {"version": "marlin"}, None, "version 'marlin'"),
     "v1-as-v2": (GPTQ, {"checkpoint_format": "gptq_v2", "format": "gptq_v2"}, None, "is it v1 or v2?"),
     "format-unknown": (GPTQ, {"checkpoint_format": "marlin"}, {}, "q_proj.qweight: GPTQ's format 'marlin' is not read"),
