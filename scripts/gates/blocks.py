@@ -15,8 +15,8 @@ def kernels_of_blocks() -> dict[str, tuple[Any, ...]]:
     for block, form in itertools.product(block_linear.BLOCKS.of, ("Q4_K", "Q6_K")):
         sizes = {"TOKENS": block.tokens, "ROWS": block.rows, "COLUMNS": block.columns}
         made[f"block_linear, {form}, {block.tokens} tokens"] = (
-            block_linear._block_gemm, types, {"FORM": block_linear.FORMS[form], "EVEN": True, "BIAS": True, "CUT": True} | sizes, block.warps,
-            200,
+            block_linear._block_gemm, types,
+            {"FORM": block_linear.FORMS[form], "EVEN": True, "BIAS": True, "CUT": True} | sizes, block.warps, 200,
         )  # fmt: skip
     for form, number in block_linear.FORMS.items():
         rows = {"FORM": number, "ROWS": 16, "COLUMNS": 256}
