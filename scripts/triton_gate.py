@@ -206,6 +206,7 @@ BUILDS = {
             ("*bf16", "*i8", "*fp32", "*bf16", "*bf16", "*fp32", *("i32",) * 6),
             {"ROWS_ALONE": False, "BIAS": True, "CUT": True, "EVEN": True, "COLUMNS": block.columns} | sizes(block),
             block.warps,
+            200,
         )
         for block in fp8_weights.BLOCKS.of
     },
