@@ -96,15 +96,17 @@ def _beside(scale, offset, at, last, row, step, shift, KIND: tl.constexpr, GROUP
     if KIND == 6:  # a pair of e4m3: of the first and of the last 16 of 32 values
         pair = tl.load(scale + place).to(tl.int32)
         factor = _of_e4m3(tl.where(last[None, :], pair >> 8, pair)) * row
-        return factor, factor
-    if KIND >= 3:  # the halves of a float32; of e2m1 the high one alone
+        beside = factor
+    elif KIND >= 3:  # the halves of a float32; of e2m1 the high one alone
         half = tl.load(scale + place).to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         if KIND != 5:
             half = half | tl.load(offset + place).to(tl.uint16, bitcast=True).to(tl.uint32)
         factor = half.to(tl.float32, bitcast=True)
-        return factor, factor
-    factor = tl.load(scale + place).to(tl.float32)
-    return factor, factor if KIND == 0 else tl.load(offset + place).to(tl.float32)
+        beside = factor
+    else:
+        factor = tl.load(scale + place).to(tl.float32)
+        beside = factor if KIND == 0 else tl.load(offset + place).to(tl.float32)
+    return factor, beside
 
 
 @triton.jit
