@@ -18,13 +18,15 @@ from accelpatch.runtime.generation.drafter import Pace
 class ModelRuntime:
     """paths: how calls ran, and how often. unfused: place -> why, of layers that were over their bound at the patch.
     loss: how training computes it: the model's own way ("whole"), or over chunks of the tokens ("chunked"). padding:
-    whether encoders' layers compute it ("keep") or not ("remove").
+    whether encoders' layers compute it ("keep") or not ("remove"). kv_cache: the format of the KV cache, as a recipe
+    names it.
 
     A deep copy is made with the same settings and starts without steps; its `paths`, zeroed, are the copied report's.
     """
 
     loss = "whole"
     padding = "remove"
+    kv_cache = "auto"
     compiled: Any = None  # the model's forward, compiled; None where the recipe does not ask for it
     begin: Any = None  # called with ids and configuration before generate() decodes; None for nothing
     static_cache = False  # whether generate() makes a static cache, for the compiled forward

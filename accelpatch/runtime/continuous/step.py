@@ -23,6 +23,7 @@ from accelpatch.runtime.graphs.runtime import CapturedRuntime
 
 CONTINUOUS = "continuous batching"
 STOCK = f"{CONTINUOUS}, transformers' attention"
+PLAIN_CACHE = f"{CONTINUOUS}: pages in the model's dtype, and not in "
 KEPT = "logits_to_keep"
 Found = tuple[Tensor | None, str]  # logits [n, V] of the rows that the call keeps, or None; and by what, for the report
 
@@ -39,6 +40,8 @@ def outputs(runtime: Any, forward: Any, model: Any, given: Mapping[str, Any]) ->
     with all_threads():
         logits, how = by_rows(runtime, model, given, cache)
         runtime.paths[f"{CONTINUOUS}, {how}"] += 1
+        if runtime.kv_cache != "auto":
+            runtime.paths[PLAIN_CACHE + runtime.kv_cache] += 1
         if logits is not None:
             return outputs_of(model, logits=logits[None])
         given = {**given, pages.PAGED_CACHE: cache, "attention_mask": no_mask(given["input_ids"])}
@@ -62,6 +65,15 @@ def _native(runtime: NativeRuntime, model: Any, given: Mapping[str, Any], cache:
 
 def _fused(runtime: CapturedRuntime, model: Any, given: Mapping[str, Any], cache: PagedCache) -> Found:
     """By fused layers, which a graph may hold: nothing is read on the host."""
+    if not runtime.lock.acquire(blocking=False):  # what its layers write in a step is one call's
+        return None, "modules: another thread is within a call of the model"
+    try:
+        return _by_fused_layers(runtime, model, given, cache)
+    finally:
+        runtime.lock.release()
+
+
+def _by_fused_layers(runtime: CapturedRuntime, model: Any, given: Mapping[str, Any], cache: PagedCache) -> Found:
     reason = _of_call(model)
     fused, watched = (None, []) if reason else runtime.fused(model)
     if fused is None:

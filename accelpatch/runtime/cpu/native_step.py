@@ -62,6 +62,7 @@ class NativeRuntime(ModelRuntime):
 
     def __init__(self, kv_cache: str = "auto") -> None:
         super().__init__(kv_cache)
+        self.kv_cache = kv_cache
         self.form = kv_cache if kv_cache != "auto" else FLOAT
         self._reading: Reading | None = None
         self._lock = threading.Lock()

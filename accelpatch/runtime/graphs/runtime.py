@@ -44,6 +44,7 @@ class CapturedRuntime(ModelRuntime):
         kv_cache: str = "auto",
     ):  # fmt: skip
         super().__init__(graph, cache, max_length, speculate, kv_cache)
+        self.kv_cache = kv_cache
         self._form = self._present_form = kv_cache if kv_cache != "auto" else FLOAT
         self.lock = threading.RLock()
         self.max_length = max_length

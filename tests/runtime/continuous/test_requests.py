@@ -16,7 +16,8 @@ import accelpatch
 from accelpatch.errors import PatchError
 from accelpatch.modules import attention_settings as attention
 from accelpatch.runtime.code_watch import CodeWatch
-from accelpatch.runtime.continuous.step import CONTINUOUS, STOCK
+from accelpatch.runtime.continuous.step import CONTINUOUS, PLAIN_CACHE, STOCK
+from accelpatch.runtime.generation.patched_model import RUNTIME
 from tests.runtime.continuous.test_families import FAMILIES, NEW, agrees, options, prompts
 from tests.support.tiny import CAUSAL
 
@@ -240,3 +241,32 @@ def test_the_report_says_what_ran(machine: str) -> None:
     model.generate_batch(ASKED[:2], **options())
     paths = [path for path in model.accelpatch.report().paths if path.startswith(CONTINUOUS)]
     assert paths == [f"{CONTINUOUS}, {'native rows' if machine == 'cpu' else 'fused layers'}"]
+
+
+def test_a_cache_in_8_bits_is_for_generate_alone(machine: str) -> None:
+    recipe = {"extends": "exact", "runtime": {"kv_cache": "int8"}}
+    model = accelpatch.patch(CAUSAL["llama"].make(), recipe, verify=False)
+    due = tokens(made().generate_batch(ASKED[:2], **options()))
+    assert tokens(model.generate_batch(ASKED[:2], **options())) == due
+    assert model.accelpatch.report().paths[PLAIN_CACHE + "int8"] > 0
+
+
+@pytest.mark.parametrize("machine", ["as a gpu"], indirect=True)
+def test_another_thread_within_a_call(machine: str) -> None:
+    """Its step and this one would write into the same buffers: modules run, with the same tokens."""
+    model, held, over = made(), threading.Event(), threading.Event()
+
+    def within() -> None:
+        with vars(model)[RUNTIME].lock:
+            held.set()
+            over.wait(60)
+
+    other = threading.Thread(target=within)
+    other.start()
+    held.wait()
+    done = tokens(model.generate_batch(ASKED[:2], **options()))
+    over.set()
+    other.join()
+    paths = [path for path in model.accelpatch.report().paths if path.startswith(CONTINUOUS)]
+    assert paths == [f"{CONTINUOUS}, modules: another thread is within a call of the model"]
+    assert done == tokens(made().generate_batch(ASKED[:2], **options()))
