@@ -205,7 +205,7 @@ def _notes(found: _Source, groups: Sequence[Group]) -> Iterator[str]:
         if group.kind == "nvfp4":
             yield "scales of inputs are left out: activations stay floats here"
         if group.kind == BLOCKS:
-            yield "readers choose whether inputs are rounded: transformers rounds them, `fp8_blocks` where its option asks"
+            yield "readers choose whether to round inputs: transformers does, and `fp8_blocks` where its option says so"
         sizes = {one.group_size for one in found.layers if one.path in group.paths}
         if group.kind in BITS and len(sizes) > 1 and group.group_size > 0:
             yield f"groups of {', '.join(map(str, sorted(sizes)))} inputs are written as groups of {group.group_size}"
