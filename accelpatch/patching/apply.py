@@ -117,6 +117,9 @@ class Handle:
     def configure(self, owner: nn.Module, settings: Any) -> None:
         """Give a module another configuration until the model is unpatched."""
         self._begin(SettingsChange(owner, "config", vars(owner)["config"], settings))
+        for swap in self.swaps:
+            if swap.new is owner:
+                swap.leave_out("config")
 
     def _begin(self, change: Change) -> None:
         self.changes.insert(0, change)  # the last one's owner is the model

@@ -37,7 +37,7 @@ class Swap:
 
     old: nn.Module
     new: nn.Module
-    common: Mapping[str, Mapping[str, Any]]
+    common: Mapping[str, dict[str, Any]]
     own: Mapping[str, frozenset[str]]
     kind: type[nn.Module]
 
@@ -51,6 +51,11 @@ class Swap:
         } | {"_modules": dict(new._modules)}
         own = {table: frozenset(now.keys() - common[table].keys()) for table, (_, now) in held.items()}
         return cls(old, new, common, own, type(new))
+
+    def leave_out(self, name: str) -> None:
+        """An attribute that the patch itself has set on the replacement since is no change to carry over."""
+        if name in self.common[""]:
+            self.common[""][name] = vars(self.new)[name]
 
 
 def why_not(model: nn.Module, swaps: Sequence[Swap], hooks: Sequence[Any], forced: bool) -> str | None:

@@ -148,6 +148,19 @@ def test_settings_that_were_changed_since_stay() -> None:
     assert config.id2label[5] == "five"
 
 
+def test_every_module_has_its_own_configuration_back() -> None:
+    """Those too whose replacement was given the copy that names this attention: MLPs, rotary embeddings."""
+    model = CAUSAL["llama"].make()
+    before = {name: vars(module)["config"] for name, module in model.named_modules() if "config" in vars(module)}
+    accelpatch.patch(model, "flash", verify=False)
+    model.model.layers[1].mlp.config = mine = copy.copy(model.config)
+    accelpatch.unpatch(model)
+    after = {name: vars(module)["config"] for name, module in model.named_modules() if "config" in vars(module)}
+    assert after.pop("model.layers.1.mlp") is mine
+    assert before.pop("model.layers.1.mlp") is model.config
+    assert {name: id(one) for name, one in after.items()} == {name: id(one) for name, one in before.items()}
+
+
 def test_configurations_inside_others_are_those_of_their_models() -> None:
     vision = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 96}
     text = {**SMALL, "num_hidden_layers": 1}
