@@ -14,12 +14,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from accelpatch.kernels.compiling.gpu_libraries import FP8
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.layout import WeightArguments
 from tests.kernels.hip.simt_emulator import COMPILER, compiled
 from tests.support import w8a8_fp8_checks as checks
 from tests.support.gemv_checks import run
-from tests.support.hip_gemv import FP8_FORMS, Emulated, pack
+from tests.support.hip_gemv import Emulated, pack
 from tests.support.interpreted import DEVICE
 from tests.support.w8a8_fp8_checks import reference, weight, wrong
 
@@ -30,7 +31,7 @@ pytestmark = [
 ]
 OWN = {"nvidia": "e4m3fn", "alone": "e4m3fn", "gfx942": "e4m3fnuz", "gfx950": "e4m3fn", "gfx90a": ""}
 REPEATED = ("gfx950", "gfx90a")  # by others, but for a little
-FORMS = [(form, kind) for form in OWN for kind in FP8_FORMS if OWN[form] == kind or form not in ("alone", "gfx950")]
+FORMS = [(form, kind) for form in OWN for kind in FP8 if OWN[form] == kind or form not in ("alone", "gfx950")]
 SOURCES = ("gemv/gemv_w8a8_fp8.hip", "gemv/gemv.hip")
 Made = Callable[[str], Emulated]
 
@@ -116,7 +117,7 @@ def test_a_launch_by_the_binding(
     packed, x = weight(kind, n, k, False), torch.randn(2, 3, k, dtype=torch.bfloat16)
     bias, gain = torch.randn(n, dtype=x.dtype), 1 + 0.1 * torch.randn(k, dtype=x.dtype)
     residual = torch.randn(2, 3, n // 2, dtype=x.dtype)
-    number = None if by_variant else FP8_FORMS.index(kind)
+    number = None if by_variant else FP8[kind]
     args = WeightArguments(function, n, k, packed.w, number, packed.scale, None, variant=kind)
     before = {"norm": "rms", "norm_weight": gain, "activation": "silu_gate", "bias": bias}
     y = binding.launch(args, x, residual=residual, **before)

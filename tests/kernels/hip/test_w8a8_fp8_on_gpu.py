@@ -10,18 +10,19 @@ import torch
 from torch import Tensor
 
 from accelpatch.device import probe
+from accelpatch.kernels.compiling.gpu_libraries import FP8
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.spec import Spec
 from tests.support import w8a8_fp8_checks as checks
-from tests.support.hip_gemv import FP8_FORMS, Launched, Packed
+from tests.support.hip_gemv import Launched, Packed
 from tests.support.parity import bits, name, poisoned, strided
 from tests.support.w8a8_fp8_checks import Due, reference, wrong
 
 HERE = torch.cuda.is_available()
 FACTS = probe("cuda").facts if HERE else None
 FORM = (FACTS and FACTS.fp8) or "e4m3fn"  # of this GPU
-OTHER = next(form for form in FP8_FORMS if form != FORM)
+OTHER = next(form for form in list(FP8) if form != FORM)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not HERE, reason="needs a GPU that torch can use"),
@@ -74,7 +75,7 @@ def test_random_shapes(static: bool) -> None:
 
 @BOTH
 @pytest.mark.parametrize("dtype", HALVES, ids=name)
-@pytest.mark.parametrize("form", FP8_FORMS)
+@pytest.mark.parametrize("form", list(FP8))
 def test_norms_gates_residuals_strides_and_values_that_are_not_finite(
     form: str, dtype: torch.dtype, static: bool
 ) -> None:
@@ -83,19 +84,19 @@ def test_norms_gates_residuals_strides_and_values_that_are_not_finite(
     assert checks.check_w8a8_fp8(Launched(), form, dtype, static, "cuda") == []
 
 
-@pytest.mark.parametrize("form", FP8_FORMS)
+@pytest.mark.parametrize("form", list(FP8))
 def test_every_code_and_every_float(form: str) -> None:
     assert checks.check_every_code(Launched(), form, "cuda") == []
     assert checks.check_every_float(Launched(), form, "cuda") == []
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=name)
-@pytest.mark.parametrize("form", FP8_FORMS)
+@pytest.mark.parametrize("form", list(FP8))
 def test_every_value_becomes_the_float_of_the_formula(form: str, dtype: torch.dtype) -> None:
     assert checks.check_scaled(Launched(), form, dtype, "cuda") == []
 
 
-@pytest.mark.parametrize("form", FP8_FORMS)
+@pytest.mark.parametrize("form", list(FP8))
 def test_sums_are_float32(form: str) -> None:
     torch.manual_seed(0)
     assert checks.check_large_sums(Launched(), form, "cuda") == []

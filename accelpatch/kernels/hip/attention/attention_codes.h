@@ -19,16 +19,6 @@ struct alignas(8) Words2 {
 constexpr bool CODES_BY_FLOATS = WARP_SIZE == 64;  // AMD's instructions take any byte of a word to a float
 // Two numbers that bfloat16 holds exactly.
 DEVICE uint32_t exact_pair(float low, float high) { return permute<0x7632>(float_to_bits(low), float_to_bits(high)); }
-// a b + c of pairs of bfloat16, where the result needs no rounding; subnormals included.
-DEVICE uint32_t exact_fma(uint32_t a, uint32_t b, uint32_t c) {
-#if defined(__CUDA_ARCH__)
-    uint32_t d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-#else
-    return exact_pair(Bf16::up(a) * Bf16::up(b) + Bf16::up(c), Bf16::up_high(a) * Bf16::up_high(b) + Bf16::up_high(c));
-#endif
-}
 
 struct Int8Codes {
     static constexpr float LARGEST = 127.f;
@@ -39,7 +29,7 @@ struct Int8Codes {
             return exact_pair(up(low >> 8 * I), up(high >> 8 * J));
         } else {  // 128 + x less 128; where x is negative 256 + x less 256
             const uint32_t v = permute < I | (J + 4) << 8 > (low, high);
-            return exact_fma((v & 0x00800080u) | 0x43004300u, 0xbf80bf80u, (v & 0x007f007fu) | 0x43004300u);
+            return pair_fma_bf16((v & 0x00800080u) | 0x43004300u, 0xbf80bf80u, (v & 0x007f007fu) | 0x43004300u);
         }
     }
     static DEVICE uint32_t rounded(float v) {  // |v| is little more than 127 at most
@@ -57,7 +47,7 @@ struct E4m3Codes {
             return exact_pair(up(low >> 8 * I), up(high >> 8 * J));
         } else {
             const uint32_t v = permute < I << 4 | (J + 4) << 12 > (low, high);
-            return exact_fma((v & 0x80008000u) | (v >> 4 & 0x07f007f0u), 0x7b807b80u, 0x80008000u);
+            return pair_fma_bf16((v & 0x80008000u) | (v >> 4 & 0x07f007f0u), 0x7b807b80u, 0x80008000u);
         }
     }
     static DEVICE uint32_t rounded(float v) {
