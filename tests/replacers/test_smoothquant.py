@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 import accelpatch
+from accelpatch.fusion.verified import BOUND, bound_of
 from accelpatch.models.family import norm_of
 from accelpatch.models.smoothing import smoothing_groups
 from accelpatch.modules.quantized_linear import W8A8Linear
+from accelpatch.patching.verify import UNITS
 from accelpatch.quant import int8
 from accelpatch.recipe.recipe import parse
 from tests.support.simulated import greedy, logits
@@ -34,6 +36,14 @@ def patched(name: str, recipe: Any = "smoothquant", dtype: torch.dtype = torch.f
 
 def smoothed_in(model: Any) -> list[W8A8Linear]:
     return [module for module in model.modules() if isinstance(module, W8A8Linear) and module.factors is not None]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fused_layers_are_held_to_steps_of_int8_activations(recipe: str) -> None:
+    model = patched("gemma", recipe)
+    assert len(model.model.layers) == 2
+    for layer in model.model.layers:
+        assert bound_of(layer, torch.float32) == BOUND * UNITS[torch.bfloat16] / UNITS[torch.float32]
 
 
 @pytest.mark.each_value

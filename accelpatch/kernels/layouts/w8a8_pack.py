@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class W8A8Pack(Pack):
     None), as of an int8 Pack.
     """
 
+    whole_rows: ClassVar[bool] = True
     input_scale: float | None = None
 
     @classmethod
