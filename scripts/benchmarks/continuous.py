@@ -4,7 +4,7 @@
         [--new 64] [--device cpu] [--repeats 3]
 
 Prompts are random ids whose lengths lie between the two numbers, and every request gets `--new` greedy tokens. Models
-take turns, each with a manager that it keeps (`persistent_manager`), as a server has one; with --no-kept each call makes
+take turns, each with a manager that it keeps (`persistent_manager`), as a server has one; with --no-kept each makes
 its own, with new pages and new graphs. The original runs with the attention that `--attention` names; on a GPU, give it
 its best settings: `--attention flash_attention_2`. `share of the padded batch` is generate_batch's rate over that of
 generate() of the same model on the same prompts, padded on the left. Before anything is timed, each patched model's

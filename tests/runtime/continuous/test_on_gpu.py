@@ -14,8 +14,9 @@ from tests.support.tiny import CAUSAL
 
 NEAR = 0.05  # of the two highest scores, in bfloat16
 
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-@pytest.mark.gpu
+
 @pytest.mark.parametrize("recipe", ["exact", "int8"])
 def test_graphs_hold_the_fused_layers(recipe: str) -> None:
     asked = prompts(5, 17, 9, 30, 2, 11)
