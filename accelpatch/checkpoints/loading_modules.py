@@ -56,6 +56,8 @@ def parts_of(entry: Entry, saved: Saved, parts: Sequence[str] = ()) -> list[str]
     """The names of a quantised site's tensors. Raises LoadError where one is missing. parts: those of another layout,
     whose reader says what is missing."""
     assert entry.replacer is not None
+    if parts and entry.replacer.whole and f"{entry.site.path}.{parts[0]}" not in saved.tensors:
+        return [name for name in saved.tensors if name.startswith(f"{entry.site.path}.")]  # of layers of their own
     if parts:
         return [name for part in parts if (name := f"{entry.site.path}.{part}") in saved.tensors]
     if (whole := entry.replacer.parts(entry.site, saved.tensors)) is not None:
@@ -139,6 +141,8 @@ def _whole(entry: Entry, saved: Saved, take: Callable[[str], Tensor | None], lay
             return built(entry, held)
         assert entry.choice is not None
         sizes = {**layout[1], **entry.choice.detail}
+        if (experts := layout[0].experts) is not None:
+            return built(entry, experts(held, sizes))
         return built(entry, layout[0].weight(held, sizes, entry.site.n, entry.site.k))
     except (KernelError, PatchError) as error:
         why = error.__cause__ or error
