@@ -52,7 +52,7 @@ def _layer(
     try:
         found: dict[str, Tensor] = reader(held, config, n, k).tensors()
     except KernelError as error:
-        raise KernelError(f"{path}.{error}") from error
+        raise KernelError(f"{path}.{error}") from None  # the whole name is what a message begins with
     return {part: one for part, one in found.items() if part in ("q", "scale", "offset")}
 
 
