@@ -254,6 +254,7 @@ FAMILIES: tuple[Family, ...] = (
         layer=LayerForm(),
         rotary=Rotary(tables="half"),
         sparse=Sparse("router", narrow=True, block="MLP", bias=True),
+        unsharded="its heads have sinks, and its experts have biases",
     ),
     Family("deepseek_v2", _LLAMA | _MOE, classes="DeepseekV2", norm=Norm(), layer=LayerForm(), unfused=_LATENT),
     Family("deepseek_v3", _LLAMA | _MOE, classes="DeepseekV3", norm=Norm(), layer=LayerForm(), unfused=_LATENT),
