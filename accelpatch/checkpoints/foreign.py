@@ -88,6 +88,8 @@ def _arguments(place: Path, method: str, given: Mapping[str, Any]) -> dict[str, 
         sym = bool(weights.get("symmetric", True))
         return {"name": name, "bits": weights["num_bits"], "group_size": group, "sym": sym}
     inputs = kinds[0].get("input_activations")
+    if name == "float-quantized":
+        return {"name": name, "replacer": "w8a8_fp8" if isinstance(inputs, dict) else "fp8_weight_only"}
     return {"name": name, **({"static": inputs.get("dynamic") is False} if isinstance(inputs, dict) else {})}
 
 

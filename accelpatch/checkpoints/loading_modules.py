@@ -42,9 +42,10 @@ def as_saved(plan: Plan, saved: Saved) -> Plan:
 
 
 def where(path: str, saved: Saved) -> str:
-    """The file that has the tensors of a site, for the beginning of a message; "" where none has."""
-    files = (stored.file for name, stored in saved.tensors.items() if name.startswith(f"{path}."))
-    return next((f"{file}: " for file in files), "")
+    """The file that has the tensors of a site, or the only one, for the beginning of a message; "" where none has."""
+    files = [stored.file for name, stored in saved.tensors.items() if name.startswith(f"{path}.")]
+    every = {stored.file for stored in saved.tensors.values()}
+    return next((f"{file}: " for file in files or (every if len(every) == 1 else ())), "")
 
 
 def quantised(plan: Plan) -> list[Entry]:
@@ -62,11 +63,13 @@ def parts_of(entry: Entry, saved: Saved, parts: Sequence[str] = ()) -> list[str]
         return [name for part in parts if (name := f"{entry.site.path}.{part}") in saved.tensors]
     if (whole := entry.replacer.parts(entry.site, saved.tensors)) is not None:
         if not whole:
-            raise LoadError(f"the checkpoint lacks all tensors of {entry.site.path}: fetch it again")
+            found = where(entry.site.path, saved)
+            raise LoadError(f"{found}the checkpoint lacks all tensors of {entry.site.path}: fetch it again")
         return whole
     names = [f"{entry.site.path}.{part}" for part in PARTS]
     if lacking := [name for name in names[:2] if name not in saved.tensors]:
-        raise LoadError(f"the checkpoint lacks {lacking[0]}, a part of a quantised weight: fetch it again")
+        found = where(entry.site.path, saved)
+        raise LoadError(f"{found}the checkpoint lacks {lacking[0]}, a part of a quantised weight: fetch it again")
     return [name for name in names if name in saved.tensors]
 
 

@@ -78,7 +78,7 @@ LAYOUTS: Mapping[str, ForeignLayout] = MappingProxyType({
         "compressed-tensors", TENSORS, "packed_formats.rows", ROWS, {"weight_scale": "w8a8"},
         Scheme(("channel", "tensor"), activations=True)),
     "float-quantized": ForeignLayout(
-        "compressed-tensors", TENSORS, "packed_formats.rows", ROWS, {"weight_scale": "w8a8_fp8"},
+        "compressed-tensors", TENSORS, "packed_formats.rows", ROWS, {"weight_scale": "{replacer}"},
         Scheme(("channel", "tensor"), type="float", activations=True)),
     "pack-quantized": ForeignLayout(
         "compressed-tensors", TENSORS, "packed_formats.packed",

@@ -22,8 +22,8 @@ from accelpatch.modules.experts import DOWN, UP, Experts, ExpertsForm, in_order,
 from accelpatch.modules.replacement import ON_DEMAND, PATH, adopt
 from accelpatch.modules.weight_view import WAY, UnpackedWeight, WeightView
 from accelpatch.quant.formats import dequantize
+from accelpatch.quant.fp8 import NAN
 
-NAN = 0x7F  # of e4m3fn, without its sign
 PARTS = ("q", "scale", "offset", "bias")
 Held = dict[str, Tensor | None]  # canonical tensors of one weight, by PARTS
 
