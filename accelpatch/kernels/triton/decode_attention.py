@@ -162,8 +162,8 @@ def _leave(  # type: ignore[no-untyped-def]
                 rows = start + tl.arange(0, SOME)
                 some = begin + rows
                 here = some < queries
-                top, total, mean = added_up(sums, tops, rows, here, first, last, SIZE, WIDE, ROWS, SOME, AHEAD)
-                all_of = _divided(top, total, mean, sinks + some % GROUP, here, SINKS)
+                most, all_, acc = added_up(sums, tops, rows, here, first, last, SIZE, WIDE, ROWS, SOME, AHEAD)
+                all_of = _divided(most, all_, acc, sinks + some % GROUP, here, SINKS)
                 there = y + (some // GROUP * heads + some % GROUP)[:, None] * SIZE + columns[None, :]
                 tl.store(there, all_of.to(kind), mask=here[:, None] & (columns < SIZE)[None, :])
 
