@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,20 +21,23 @@ from accelpatch.errors import LoadError
 from accelpatch.models import checkpoint, unread
 from accelpatch.models.catalog import resolve
 from accelpatch.models.foreign_layouts import INTEGERS, LAYOUTS, METHODS, ForeignLayout
+from accelpatch.quant.each_expert import each_expert
 from accelpatch.recipe import recipe as recipes
 
 SMOOTHQUANT_OPT = "smoothquant-opt"  # the name of its recipe too
 EXPERTS = re.compile(r"\bexperts(\.|$)")  # of which models hold all in one
+EACH = re.compile(r"(.*\.experts)\.\d+\.(?:gate|up|down)_proj")  # a layer of one of them
 LAYER = re.compile(r"(.*\blayers\.\d+)\..+\.[ab]$")  # by the factors, which no float layer has
 
 
 @dataclass(frozen=True)
 class Packed:
     """How a checkpoint has a layer: its tensors, and what makes the canonical weight of them, the layout's arguments
-    and the layer's sizes."""
+    and the layer's sizes. experts: what makes the tensors of all experts of an MLP, of those of their own layers."""
 
     parts: tuple[str, ...]
     weight: Callable[[Mapping[str, Any], Mapping[str, Any], int, int], Any]
+    experts: Callable[[Mapping[str, Any], Mapping[str, Any]], Any] | None = None
 
 
 def packed(layout: Mapping[str, Any]) -> Packed | None:
@@ -42,7 +46,8 @@ def packed(layout: Mapping[str, Any]) -> Packed | None:
         return None
     record = LAYOUTS[layout["name"]]
     module, _, function = record.reader.partition(".")
-    return Packed(record.parts, getattr(import_module(f"accelpatch.quant.{module}"), function))
+    reader = getattr(import_module(f"accelpatch.quant.{module}"), function)
+    return Packed(record.parts, reader, partial(each_expert, reader) if record.of_each else None)
 
 
 def layout_of(name: str) -> dict[str, Any] | None:
@@ -83,6 +88,8 @@ def _arguments(place: Path, method: str, given: Mapping[str, Any]) -> dict[str, 
         sym = bool(weights.get("symmetric", True))
         return {"name": name, "bits": weights["num_bits"], "group_size": group, "sym": sym}
     inputs = kinds[0].get("input_activations")
+    if name == "float-quantized":
+        return {"name": name, "replacer": "w8a8_fp8" if isinstance(inputs, dict) else "fp8_weight_only"}
     return {"name": name, **({"static": inputs.get("dynamic") is False} if isinstance(inputs, dict) else {})}
 
 
@@ -100,7 +107,9 @@ def _recipe(layout: Mapping[str, Any]) -> str:
     replacer = f"{layout['type']}_weight_only" if "type" in layout else next(iter(_marks(layout).values()))
     rule = {"name": role, "match": {"role": role}, "replace": replacer, "options": _options(layout, made)}
     rule = {key: value for key, value in rule.items() if value != {}}
-    return json.dumps({"name": layout["name"], "extends": "exact", "rules": [rule]})  # which is YAML
+    more = {"name": "experts", "match": {"role": "experts"}, "replace": made.of_each, "optional": True}
+    rules = [rule, more] if made.of_each else [rule]
+    return json.dumps({"name": layout["name"], "extends": "exact", "rules": rules})  # which is YAML
 
 
 def _options(layout: Mapping[str, Any], made: ForeignLayout) -> dict[str, Any]:
@@ -141,7 +150,12 @@ def sites_of(layout: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
         for mark, replacer in marks.items()
         if name.endswith(f".{mark}")
     }
-    inside = None if made.experts else next((path for path in found if EXPERTS.search(path)), None)
+    if made.of_each:
+        experts = {path: each for path in found if (each := EACH.fullmatch(path)) is not None}
+        found = {path: name for path, name in found.items() if path not in experts}
+        found |= dict.fromkeys((each.group(1) for each in experts.values()), made.of_each)
+    outside = (path for path, name in found.items() if not made.experts and name != made.of_each)
+    inside = next((path for path in outside if EXPERTS.search(path)), None)
     if inside is not None:
         name = layout["name"]
         raise LoadError(f"the checkpoint has quantised experts ({inside}), and {name} is read of linear layers outside "

@@ -42,9 +42,10 @@ def as_saved(plan: Plan, saved: Saved) -> Plan:
 
 
 def where(path: str, saved: Saved) -> str:
-    """The file that has the tensors of a site, for the beginning of a message; "" where none has."""
-    files = (stored.file for name, stored in saved.tensors.items() if name.startswith(f"{path}."))
-    return next((f"{file}: " for file in files), "")
+    """The file that has the tensors of a site, or the only one, for the beginning of a message; "" where none has."""
+    files = [stored.file for name, stored in saved.tensors.items() if name.startswith(f"{path}.")]
+    every = {stored.file for stored in saved.tensors.values()}
+    return next((f"{file}: " for file in files or (every if len(every) == 1 else ())), "")
 
 
 def quantised(plan: Plan) -> list[Entry]:
@@ -56,15 +57,19 @@ def parts_of(entry: Entry, saved: Saved, parts: Sequence[str] = ()) -> list[str]
     """The names of a quantised site's tensors. Raises LoadError where one is missing. parts: those of another layout,
     whose reader says what is missing."""
     assert entry.replacer is not None
+    if parts and entry.replacer.whole and f"{entry.site.path}.{parts[0]}" not in saved.tensors:
+        return [name for name in saved.tensors if name.startswith(f"{entry.site.path}.")]  # of layers of their own
     if parts:
         return [name for part in parts if (name := f"{entry.site.path}.{part}") in saved.tensors]
     if (whole := entry.replacer.parts(entry.site, saved.tensors)) is not None:
         if not whole:
-            raise LoadError(f"the checkpoint lacks all tensors of {entry.site.path}: fetch it again")
+            found = where(entry.site.path, saved)
+            raise LoadError(f"{found}the checkpoint lacks all tensors of {entry.site.path}: fetch it again")
         return whole
     names = [f"{entry.site.path}.{part}" for part in PARTS]
     if lacking := [name for name in names[:2] if name not in saved.tensors]:
-        raise LoadError(f"the checkpoint lacks {lacking[0]}, a part of a quantised weight: fetch it again")
+        found = where(entry.site.path, saved)
+        raise LoadError(f"{found}the checkpoint lacks {lacking[0]}, a part of a quantised weight: fetch it again")
     return [name for name in names if name in saved.tensors]
 
 
@@ -139,6 +144,8 @@ def _whole(entry: Entry, saved: Saved, take: Callable[[str], Tensor | None], lay
             return built(entry, held)
         assert entry.choice is not None
         sizes = {**layout[1], **entry.choice.detail}
+        if (experts := layout[0].experts) is not None:
+            return built(entry, experts(held, sizes))
         return built(entry, layout[0].weight(held, sizes, entry.site.n, entry.site.k))
     except (KernelError, PatchError) as error:
         why = error.__cause__ or error

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.models.family import Family, family_of_class
 from accelpatch.modules.attention import FlashAttention
@@ -46,6 +48,12 @@ class AttentionDescription:
         """Softcap of the scores, 0 for none; transformers' sdpa does not apply it."""
         capped = self.family.capped_scores and implementation(self.module.config) in CAPPED
         return float((self.module.attn_logit_softcapping if capped else None) or 0.0)
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """[Hq]: of each head a score without a key, which takes its part of the softmax; None for none."""
+        sinks: Tensor | None = getattr(self.module, "sinks", None)
+        return sinks
 
     @property
     def scaling(self) -> float:

@@ -106,7 +106,7 @@ class LayerDescription:
     def sparse(self) -> Sparse | None:
         """The form of its MLP of experts; None where it has another MLP."""
         form = self.family.sparse
-        if form is None or family_of_class(self.mlp, "SparseMoeBlock") is not self.family:
+        if form is None or family_of_class(self.mlp, form.block) is not self.family:
             return None
         return form if all(hasattr(self.mlp, name) for name in (form.router, form.experts)) else None
 
@@ -205,7 +205,8 @@ class LayerDescription:
         if reason := implementation_why_not(self.experts):
             return reason
         router = getattr(self.mlp, sparse.router)
-        if family_of_class(router, "TopKRouter") is not self.family or getattr(router, "bias", None) is not None:
+        biased = getattr(router, "bias", None) is not None
+        if family_of_class(router, "TopKRouter") is not self.family or biased != sparse.bias:
             return f"its router is {type(router).__name__}"
         return None
 

@@ -119,6 +119,8 @@ def form_why_not(layer: LayerDescription, decoder: Decoder) -> str | None:
         return "the native step has no multiplier of embeddings or logits"
     if layer.sparse is not None:
         return "the native step has no experts: they run as modules"
+    if attention.sinks is not None:
+        return "the native step has no sinks in its softmax"
     if "gate_up_proj" in layer.roles:
         return "gate and up are one linear layer"
     if "qkv_proj" in layer.roles:

@@ -41,7 +41,7 @@ class PagedCall(Movable):
         q = qkv.view(tokens, -1, shape.size)[:, : shape.heads]
         k, v = new[0, 0].transpose(0, 1), new[1, 0].transpose(0, 1)
         y = paged_attention_(
-            q, k, v, held.keys, held.values, held.rows, shape.scaling, shape.window, shape.softcap
+            q, k, v, held.keys, held.values, held.rows, shape.scaling, shape.window, shape.softcap, shape.sinks
         )  # fmt: skip
         return y.view(tokens, -1)
 

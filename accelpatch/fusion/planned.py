@@ -196,5 +196,5 @@ def _attention_shape(layer: LayerDescription) -> AttentionShape:
     weight = torch.empty(size, device="meta") if attention.normed else None
     return AttentionShape(
         heads, kv_heads, size, attention.scaling, frequencies, 1.0, attention.window, weight, weight,
-        softcap=attention.score_cap,
+        softcap=attention.score_cap, sinks=None if attention.sinks is None else torch.empty(heads, device="meta"),
     )  # fmt: skip

@@ -64,10 +64,13 @@ def attention_shape(layer: LayerDescription, rotary: Any, dtype: torch.dtype, me
     if len(both) > 1:
         raise CannotFuse("the norms of q and k differ in their epsilon")
     eps, plus_one = both.pop()
+    sinks = attention.sinks
+    if sinks is not None and sinks.shape != (heads,):
+        raise CannotFuse(f"its sinks are {list(sinks.shape)} for {heads} heads")
     shape = AttentionShape(
         heads, kv_heads, size, attention.scaling, frequencies.float(), rope_scaling, attention.window,
         None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
-        eps, attention.score_cap, plus_one, memory,
+        eps, attention.score_cap, plus_one, None if sinks is None else sinks.detach().float().to(device), memory,
     )  # fmt: skip
     if reason := decode_attention.why_not(shape, dtype, probe(frequencies.device)):
         raise CannotFuse(reason)

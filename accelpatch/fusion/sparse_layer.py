@@ -89,8 +89,11 @@ def sparse_mlp(layer: LayerDescription, dtype: torch.dtype) -> SparseMLP:
     router = getattr(layer.mlp, form.router)
     if router.weight.dtype != dtype or not router.weight.is_contiguous():
         raise CannotFuse(f"its router is {router.weight.dtype}, or is not contiguous")
+    if form.bias and router.bias.dtype != dtype:
+        raise CannotFuse(f"its router's bias is {router.bias.dtype}")
     normalise = form.normalise if isinstance(form.normalise, bool) else bool(getattr(router, form.normalise))
     chosen = int(getattr(router, form.chosen))
     experts: Experts = layer.experts
     routed = experts.why_not_routed(chosen, dtype) is None
-    return SparseMLP(FusedLinear(Plain(router.weight)), experts, chosen, normalise, form.narrow, routed)
+    linear = FusedLinear(Plain(router.weight), router.bias if form.bias else None)
+    return SparseMLP(linear, experts, chosen, normalise, form.narrow, routed)

@@ -40,7 +40,8 @@ class AttentionShape(Described):
     device.
 
     size: D, the head size. scaling: of the scores. rope_scaling: of cosines and sines. window, softcap: 0 for none.
-    plus_one: the norms multiply by 1 + weight (Gemma).
+    plus_one: the norms multiply by 1 + weight (Gemma). sinks[Hq]: float32 on the device, a score of each head that has
+    no key (GPT-OSS); None for none.
     """
 
     heads: int
@@ -55,6 +56,7 @@ class AttentionShape(Described):
     eps: float = 0.0
     softcap: float = 0.0
     plus_one: bool = False
+    sinks: Tensor | None = None
     memory: Zeros = field(default_factory=Zeros, repr=False)
 
     @functools.cached_property

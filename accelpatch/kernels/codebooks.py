@@ -32,6 +32,7 @@ CODEBOOKS: dict[str, tuple[float, ...]] = {
 NVFP4, NVFP4_GROUP = "nvfp4", 16  # values along K that share a scale
 CODEBOOKS[NVFP4] = CODEBOOKS["e2m1"]
 E4M3 = torch.float8_e4m3fn
+FP8_CODES = "e4m3"  # what codes of 8 bits are called that are floats by themselves
 MXFP4_GROUP = 32  # values along K that share a scale of e2m1
 E8M0 = torch.float8_e8m0fnu  #: of a byte e: 2^(e - 127), and 255 is NaN
 

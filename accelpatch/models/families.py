@@ -245,14 +245,16 @@ FAMILIES: tuple[Family, ...] = (
         **_LLAMA_FORM,
         sparse=Sparse(normalise="norm_topk_prob", narrow=True),
     ),
-    # Its tables have half a head's width, and its experts' gate and up alternate.
+    # Its experts' gate and up alternate, and its router's softmax is over the chosen experts alone, which is the same.
     Family(
         "gpt_oss",
         _SEPARATE | {"*.mlp.router": "router", "*.mlp.experts": "experts"} | _LAYER,
         classes="GptOss",
         norm=Norm(late=True),
         layer=LayerForm(),
-        unfused="its softmax has sinks, which the attention of fused layers does not add",
+        rotary=Rotary(tables="half"),
+        sparse=Sparse("router", narrow=True, block="MLP", bias=True),
+        unsharded="its heads have sinks, and its experts have biases",
     ),
     Family("deepseek_v2", _LLAMA | _MOE, classes="DeepseekV2", norm=Norm(), layer=LayerForm(), unfused=_LATENT),
     Family("deepseek_v3", _LLAMA | _MOE, classes="DeepseekV3", norm=Norm(), layer=LayerForm(), unfused=_LATENT),

@@ -4,8 +4,8 @@
     bitsandbytes         linear layers in nf4, fp4 or LLM.int8()
     compressed-tensors   the same, pack-quantized; int-quantized and float-quantized, whose activations have 8 bits too;
                          MXFP4, NVFP4
-    fp8                  linear layers in FP8 blocks of 128 x 128, of DeepSeek-V3, Qwen3 and transformers
-    modelopt             linear layers in NVFP4, as NVIDIA's ModelOpt writes them
+    fp8                  linear layers and experts in FP8 blocks of 128 x 128, of DeepSeek-V3, Qwen3 and transformers
+    modelopt             linear layers and experts in NVFP4, as NVIDIA's ModelOpt writes them
     mxfp4                experts in MXFP4, as transformers has gpt-oss
 
 Each quantised layer has the tensors that its record names; all else is float under the family's names. To read another:
@@ -40,7 +40,8 @@ class ForeignLayout:
     method: quant_method in config.json. library: what reads all of it. reader: module and function in quant/ that make
     the canonical weight. parts: a layer's tensors. marks: a tensor that shows that a layer is quantised -> the name of
     its replacer, with arguments of the layout in braces. experts: whether a layer is all experts of an MLP, of which
-    the reader makes the tensors of our state dict.
+    the reader makes the tensors of our state dict. of_each: the replacer of experts whose layers a checkpoint has one
+    by one, under their numbers (experts.7.gate_proj); "" where such ones are not read.
     """
 
     method: str
@@ -50,6 +51,7 @@ class ForeignLayout:
     marks: Mapping[str, str]
     scheme: Scheme | None = None
     experts: bool = False
+    of_each: str = ""
 
 
 MODEL = "GPTQModel"
@@ -76,7 +78,7 @@ LAYOUTS: Mapping[str, ForeignLayout] = MappingProxyType({
         "compressed-tensors", TENSORS, "packed_formats.rows", ROWS, {"weight_scale": "w8a8"},
         Scheme(("channel", "tensor"), activations=True)),
     "float-quantized": ForeignLayout(
-        "compressed-tensors", TENSORS, "packed_formats.rows", ROWS, {"weight_scale": "w8a8_fp8"},
+        "compressed-tensors", TENSORS, "packed_formats.rows", ROWS, {"weight_scale": "{replacer}"},
         Scheme(("channel", "tensor"), type="float", activations=True)),
     "pack-quantized": ForeignLayout(
         "compressed-tensors", TENSORS, "packed_formats.packed",
@@ -88,14 +90,15 @@ LAYOUTS: Mapping[str, ForeignLayout] = MappingProxyType({
     "nvfp4-pack-quantized": ForeignLayout(
         "compressed-tensors", TENSORS, "nvfp4.compressed",
         ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
-        {"weight_packed": "nvfp4_weight_only"}, Scheme(("tensor_group",), (4,), "float", group_size=16, floats=True)),
+        {"weight_packed": "nvfp4_weight_only"}, Scheme(("tensor_group",), (4,), "float", group_size=16, floats=True),
+        of_each="nvfp4_experts"),
     "modelopt": ForeignLayout(
         "modelopt", "TensorRT-LLM, or vLLM,", "nvfp4.modelopt",
         ("weight", "weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale"),
-        {"weight_scale_2": "nvfp4_weight_only"}),
+        {"weight_scale_2": "nvfp4_weight_only"}, of_each="nvfp4_experts"),
     "fp8": ForeignLayout(
         "fp8", "transformers itself, on a GPU,", "fp8_blocks.blocks", ("weight", "weight_scale_inv"),
-        {"weight_scale_inv": "fp8_blocks"}),
+        {"weight_scale_inv": "fp8_blocks"}, of_each="fp8_block_experts"),
     "mxfp4": ForeignLayout(
         "mxfp4", "transformers with the package kernels", "mxfp4.experts",
         tuple(f"{name}_{part}" for name in ("gate_up_proj", "down_proj") for part in ("blocks", "scales", "bias")),

@@ -70,7 +70,8 @@ class Sparse:
     """An MLP of experts, by the names of its children: what a router's softmax chooses, k of E for each token.
 
     chosen: attribute of the router that holds k. normalise: whether the k weights are divided by their sum, or the name
-    of an attribute of the router that says so. narrow: whether they are rounded to the model's dtype.
+    of an attribute of the router that says so. narrow: whether they are rounded to the model's dtype. block: how the
+    name of the MLP's class ends. bias: whether the router has one.
     """
 
     router: str = "gate"
@@ -78,6 +79,8 @@ class Sparse:
     chosen: str = "top_k"
     normalise: bool | str = True
     narrow: bool = False
+    block: str = "SparseMoeBlock"
+    bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ class Rotary:
     """A family's rotary embedding. tables: what its tables are where they have another form than Llama's: "float32"
     where others have the hidden states' dtype, "paired" where equal columns are neighbours, "axes" where each frequency
     belongs to an axis of the positions, one section of frequencies an axis, "cyclic axes" where the next frequency
-    belongs to the next axis (of text all axes have one value, and the tables are Llama's). Such a module stays.
+    belongs to the next axis (of text all axes have one value, and the tables are Llama's), "half" where they hold each
+    frequency once. Such a module stays.
 
     interleaved: pairs neighbouring columns (2 i, 2 i + 1) of a head; others pair i with i + R / 2. without: name of an
     attribute of attention layers that is false where a layer applies none.

@@ -91,6 +91,8 @@ def _compressed(config: Mapping[str, Any]) -> Iterator[str]:
         yield "no config_groups"
     if len(kinds) > 1 and name != "float-quantized":
         yield f"layers of {len(kinds)} schemes (config_groups)"
+    if len({bool(_said(kind, "input_activations")) for kind in kinds}) > 1:
+        yield "activations of 8 bits in some layers and floats in others (input_activations)"
     for kind in kinds if name in SCHEMES else ():
         yield from _scheme(name, SCHEMES[name], kind)
 
@@ -117,7 +119,7 @@ def _scheme(name: str, read: Scheme, kind: Mapping[str, Any]) -> Iterator[str]:
         yield f"asymmetric weights of {bits} bits in the format {name}"
     if inputs and not read.activations and not read.floats:
         yield f"quantised activations beside weights in the format {name} (input_activations)"
-    if read.activations:
+    if read.activations and (inputs or read.type == "int"):  # weights in 8-bit floats may be quantised alone
         yield from _inputs(name, read.type, inputs)
 
 

@@ -1,4 +1,4 @@
-"""A layer's experts as int8 or 4-bit codes, in the layout of the device that they are on."""
+"""A layer's experts as int8, e4m3 or 4-bit codes, in the layout of the device that they are on."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.errors import KernelError, PatchError
+from accelpatch.kernels.codebooks import E4M3, FP8_CODES, NVFP4
 from accelpatch.kernels.layouts.expert_pack import ExpertPack
 from accelpatch.kernels.layouts.expert_stack import Stack
-from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows
+from accelpatch.kernels.layouts.row_major import Fp8Rows, Int4Rows, Int8Rows
 from accelpatch.kernels.ops.experts import gradient
 from accelpatch.kernels.ops.experts.experts import by_expert, experts, gated, tiles_for
 from accelpatch.kernels.ops.experts.packed_experts import packed_experts
@@ -21,6 +22,7 @@ from accelpatch.modules.experts import DOWN, UP, Experts, ExpertsForm, in_order,
 from accelpatch.modules.replacement import ON_DEMAND, PATH, adopt
 from accelpatch.modules.weight_view import WAY, UnpackedWeight, WeightView
 from accelpatch.quant.formats import dequantize
+from accelpatch.quant.fp8 import NAN
 
 PARTS = ("q", "scale", "offset", "bias")
 Held = dict[str, Tensor | None]  # canonical tensors of one weight, by PARTS
@@ -33,8 +35,9 @@ class QuantizedExperts(Experts):
 
     layouts: of gate_up_proj and of down_proj. like: an empty tensor with the device and dtype of the replaced weights.
     bits: 8 or 4. low_rank: name of a weight -> down[E, r, K] and up[E, N, r] of each adapter beside it in this call, in
-    the original's order of rows. The state dict holds the canonical tensors: gate_up_proj_q[E, N, K] int8 or
-    [E, N, K / 2], ..._scale and ..._offset[E, N, G], ..._bias[E, N], in the operation's order of rows.
+    the original's order of rows. The state dict holds the canonical tensors: gate_up_proj_q[E, N, K] int8 or e4m3, or
+    [E, N, K / 2], ..._scale and ..._offset[E, N, G], ..._bias[E, N], in the operation's order of rows; of NVFP4
+    ..._offset[E, N, 1] has the factors of rows.
     """
 
     own_buffers: tuple[str, ...] = ("like",)
@@ -197,7 +200,8 @@ class QuantizedExperts(Experts):
         for name, held in self.canonical().items():
             parts = {part: None if one is None else one.flatten(0, 1) for part, one in held.items()}
             bias, count = parts.pop("bias"), len(held["q"])  # type: ignore[arg-type]
-            rows = Int8Rows.of(parts) if self.bits == 8 else Int4Rows.of(parts, codes=self.layouts[0].codes)
+            rows: Any = Int4Rows.of(parts, codes=self.layouts[0].codes) if self.bits == 4 else Int8Rows.of(parts)
+            rows = Fp8Rows(rows.w, rows.scale) if rows.w.dtype == E4M3 else rows
             full = dequantize(rows, self.like.dtype).view(count, -1, rows.k)
             yield name, original_of(self.form, name, full)
             if bias is not None:
@@ -251,20 +255,29 @@ def quantised(
 
 def checked(
     weights: dict[str, Held], experts: int, shapes: dict[str, tuple[int, int]], bits: int, bias: bool,
-    dtypes: tuple[torch.dtype, ...], group: int | None = None,
+    dtypes: tuple[torch.dtype, ...], group: int | None = None, kind: str = "none",
 ) -> None:  # fmt: skip
     """Raise KernelError unless canonical tensors from a file are weights of these shapes [N, K]. dtypes: of scales.
-    group: the only size of groups, where a format has one."""
+    group: the only size of groups, where a format has one. kind: of offset, or what the codes are of."""
+    form = E4M3 if kind == FP8_CODES else torch.int8
     for name, (n, k) in shapes.items():
         q, scale, offset, beside = (weights[name].get(part) for part in PARTS)
         columns = k * bits // 8
-        if q is None or q.dtype != torch.int8 or list(q.shape) != [experts, n, columns]:
-            raise KernelError(f"{name}_q must be int8 [{experts}, {n}, {columns}]: write the checkpoint again")
+        if q is None or q.dtype != form or list(q.shape) != [experts, n, columns]:
+            codes = f"{str(form).removeprefix('torch.')} [{experts}, {n}, {columns}]"
+            raise KernelError(f"{name}_q must be {codes}: write the checkpoint again")
         if scale is None or scale.dtype not in dtypes or not _fits(scale, experts, n, k, group):
             groups = f"{k // group}]" if group else f"G], G dividing {k}"
-            form = f"finite {dtypes[0]} [{experts}, {n}, {groups}"
-            raise KernelError(f"{name}_scale must be {form}: write the checkpoint again")
-        if offset is not None and (offset.shape != scale.shape or not offset.isfinite().all()):
+            due = f"finite {dtypes[0]} [{experts}, {n}, {groups}"
+            raise KernelError(f"{name}_scale must be {due}: write the checkpoint again")
+        if form == E4M3 and bool((q.view(torch.uint8) & NAN == NAN).any()):
+            raise KernelError(f"{name}_q has NaN: write the checkpoint again")
+        if kind == NVFP4:
+            if offset is None or offset.dtype != torch.float64 or list(offset.shape) != [experts, n, 1]:
+                raise KernelError(f"{name}_offset must be float64 [{experts}, {n}, 1]: write the checkpoint again")
+            if not bool((offset.isfinite() & (offset > 0)).all()):
+                raise KernelError(f"{name}_offset is not positive everywhere: write the checkpoint again")
+        elif offset is not None and (offset.shape != scale.shape or not offset.isfinite().all()):
             raise KernelError(f"{name}_offset must be finite, in the shape of the scale: write the checkpoint again")
         if (beside is not None) != bias or (beside is not None and list(beside.shape) != [experts, n]):
             due = f"must be [{experts}, {n}]" if bias else "does not belong to experts without biases"

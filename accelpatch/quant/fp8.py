@@ -18,6 +18,7 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.layouts.row_major import FP8_BLOCK, Fp8Rows
 from accelpatch.quant.weight import grouped
 
+NAN = 0x7F  # of e4m3fn, without its sign
 LARGEST = 448.0
 
 
@@ -63,6 +64,8 @@ def check_blocks(held: Fp8Rows, n: int | None, k: int | None) -> None:
     q, scale = held.w, held.scale
     if q.dtype != torch.float8_e4m3fn or n is None or k is None or list(q.shape) != [n, k]:
         raise KernelError(f"q is {q.dtype} {list(q.shape)}, and float8_e4m3fn {[n, k]} belongs here")
+    if bool((q.view(torch.uint8) & NAN == NAN).any()):
+        raise KernelError("q has NaN: write the checkpoint again")
     due = [n, -(-k // FP8_BLOCK)]
     if scale.dtype != torch.float32 or list(scale.shape) != due:
         raise KernelError(f"scale is {scale.dtype} {list(scale.shape)}, and float32 {due} belongs here")

@@ -20,11 +20,11 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.codebooks import E8M0
 from accelpatch.kernels.layouts.row_major import FP8_BLOCK, Fp8Rows
 from accelpatch.quant import fp8
+from accelpatch.quant.fp8 import NAN
 
 Tensors = Mapping[str, Tensor | None]
 SCALES = (torch.float32, torch.bfloat16, E8M0)
 SIZE = FP8_BLOCK  # of a block's rows and columns
-NAN = 0x7F  # of e4m3fn, without its sign
 
 
 def blocks(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> Fp8Rows:

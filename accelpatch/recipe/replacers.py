@@ -12,7 +12,7 @@ BUILT_IN = (
     "fp8_blocks",
     "fp8_weight_only", "w8a8", "w8a8_fp8", "int8_opt", "gguf_blocks", "as_stored", "gemv", "compact", "rmsnorm",
     "layernorm", "fused_layer", "rotary_embedding", "gated_mlp", "flash_attention", "experts", "int8_experts",
-    "int4_experts", "mxfp4_experts",
+    "int4_experts", "mxfp4_experts", "nvfp4_experts", "fp8_block_experts",
 )  # fmt: skip
 
 

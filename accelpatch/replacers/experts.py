@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.codebooks import E8M0, MXFP4_GROUP
+from accelpatch.kernels.codebooks import E4M3, E8M0, FP8_CODES, MXFP4_GROUP, NVFP4, NVFP4_GROUP
 from accelpatch.kernels.layouts.expert_stack import BLOCK
-from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows
+from accelpatch.kernels.layouts.row_major import FP8_BLOCK, Fp8Rows, Int4Rows, Int8Rows
 from accelpatch.kernels.ops.experts import experts, packed_experts
 from accelpatch.kernels.ops.experts import gemv as expert_gemv
 from accelpatch.kernels.spec import Spec
@@ -23,7 +23,7 @@ from accelpatch.modules.experts import DOWN, UP, ExpertsForm, floats, form_of, r
 from accelpatch.modules.quantized_experts import PARTS, Held, checked, quantised
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
-from accelpatch.quant import codebook, gptq, int4, int8
+from accelpatch.quant import codebook, fp8, gptq, int4, int8
 from accelpatch.replacers.calibrated import CALIBRATED, CalibratedReplacer, how_of
 from accelpatch.replacers.proposing import KernelReplacer
 from accelpatch.replacers.weight_kernels import CPU_LIBRARY, dividing, slower, stored_bytes
@@ -98,7 +98,8 @@ class _QuantizedExperts(CalibratedReplacer, KernelReplacer):
     bits: ClassVar[int]
     wanted: ClassVar[Any]  # group sizes, where a rule says none; a number: the only one that the format has
     dtypes: ClassVar[tuple[torch.dtype, ...]]  # of scales, the usual one first
-    kind = "none"  # of offset, where no option says another; or the name of a codebook
+    kind = "none"  # of offset, where no option says another; or what the codes are of
+    row_bytes = 0  # of a factor of each row
 
     def offset(self, options: Mapping[str, Any]) -> str:
         """The kind of offset, or the name of the codebook."""
@@ -108,7 +109,7 @@ class _QuantizedExperts(CalibratedReplacer, KernelReplacer):
         """Bytes of a scale as a kernel reads it."""
         return stored_bytes(self.dtypes[0], kernel)
 
-    def quantized(self, weight: Tensor, group: int, choice: Choice) -> Int8Rows | Int4Rows:
+    def quantized(self, weight: Tensor, group: int, choice: Choice) -> Fp8Rows | Int8Rows | Int4Rows:
         """One expert's matrix [N, K] in the format."""
         raise NotImplementedError
 
@@ -171,7 +172,7 @@ class _QuantizedExperts(CalibratedReplacer, KernelReplacer):
         for (n, k), group in zip(shapes.values(), groups, strict=True):
             beside = (4 if kernel == NATIVE and group == k else self.scale_bytes(kernel)) * (1 + (offset == "minimum"))
             columns = -(-k // BLOCK) * BLOCK if self.bits == 4 and kernel != NATIVE else k
-            total += number * n * (columns * self.bits // 8 + k // group * beside)
+            total += number * n * (columns * self.bits // 8 + k // group * beside + self.row_bytes)
         biases = (one for name, one in site.original._parameters.items() if one is not None and name.endswith("_bias"))
         return total + sum(one.numel() * (4 if kernel == NATIVE else one.element_size()) for one in biases)
 
@@ -193,7 +194,7 @@ class _QuantizedExperts(CalibratedReplacer, KernelReplacer):
         weights = {name: {part: held.get(f"{name}_{part}") for part in PARTS} for name in (UP, DOWN)}
         form, number, shapes = (choice.detail[key] for key in ("form", "number", "shapes"))
         only = self.wanted if isinstance(self.wanted, int) else None
-        checked(weights, number, shapes, self.bits, form.bias, self.dtypes, only)
+        checked(weights, number, shapes, self.bits, form.bias, self.dtypes, only, self.kind)
         device = held[f"{UP}_q"].device
         empty = torch.empty(0, dtype=getattr(torch, site.dtype), device=device)
         site.original._parameters[UP] = nn.Parameter(empty, requires_grad=False)
@@ -211,11 +212,12 @@ def _held(made: Mapping[str, Tensor], name: str) -> dict[str, Tensor | None]:
     return {part: made.get(f"{name}_{part}") for part in ("q", "scale", "offset")}
 
 
-def stacked(weights: Sequence[Int8Rows | Int4Rows]) -> dict[str, Tensor | None]:
+def stacked(weights: Sequence[Fp8Rows | Int8Rows | Int4Rows]) -> dict[str, Tensor | None]:
     """Canonical tensors of quantised weights as one, [E, N, ...]; scales in the widest of their dtypes."""
     scale = [one.scale for one in weights]
     dtype = torch.float32 if any(one.dtype == torch.float32 for one in scale) else scale[0].dtype
-    offsets = [one.to(dtype) for weight in weights if (one := weight.tensors().get("offset")) is not None]
+    wide = torch.float64 if dtype == E4M3 else dtype  # NVFP4's factors of rows
+    offsets = [one.to(wide) for weight in weights if (one := weight.tensors().get("offset")) is not None]
     return {
         "q": torch.stack([one.w for one in weights]), "scale": torch.stack([one.to(dtype) for one in scale]),
         "offset": torch.stack(offsets) if offsets else None,
@@ -229,7 +231,7 @@ class Int8Experts(_QuantizedExperts):
     options: ClassVar[Mapping[str, tuple[type, ...]]] = {"group_size": (int, list, type(None)), **CALIBRATED}
     bits, wanted, dtypes = 8, [128, 64, 32, None], (torch.float32, torch.float16)
 
-    def quantized(self, weight: Tensor, group: int, choice: Choice) -> Int8Rows | Int4Rows:
+    def quantized(self, weight: Tensor, group: int, choice: Choice) -> Fp8Rows | Int8Rows | Int4Rows:
         return int8.quantize(weight, group_size=group)
 
     def grid(self, detail: Mapping[str, Any]) -> gptq.Grid:
@@ -246,7 +248,7 @@ class Int4Experts(_QuantizedExperts):
     def offset(self, options: Mapping[str, Any]) -> str:
         return "none" if options.get("symmetric", False) else "minimum"
 
-    def quantized(self, weight: Tensor, group: int, choice: Choice) -> Int8Rows | Int4Rows:
+    def quantized(self, weight: Tensor, group: int, choice: Choice) -> Fp8Rows | Int8Rows | Int4Rows:
         return int4.quantize(weight, group_size=group, symmetric=choice.detail["offset"] == "none")
 
     def grid(self, detail: Mapping[str, Any]) -> gptq.Grid:
@@ -259,8 +261,28 @@ class MXFP4Experts(_QuantizedExperts):
     name = "mxfp4_experts"
     bits, wanted, dtypes, kind = 4, MXFP4_GROUP, (E8M0,), "e2m1"
 
-    def quantized(self, weight: Tensor, group: int, choice: Choice) -> Int8Rows | Int4Rows:
+    def quantized(self, weight: Tensor, group: int, choice: Choice) -> Fp8Rows | Int8Rows | Int4Rows:
         return codebook.quantize(weight, group_size=group, codebook=self.kind)
 
 
-FORMATS: tuple[type[Replacer], ...] = (Int8Experts, Int4Experts, MXFP4Experts)
+class NVFP4Experts(_QuantizedExperts):
+    """4-bit codes of e2m1 with a scale in e4m3 for each 16 values, and a factor for each row."""
+
+    name = "nvfp4_experts"
+    bits, wanted, dtypes, kind, row_bytes = 4, NVFP4_GROUP, (E4M3,), NVFP4, 8
+
+    def quantized(self, weight: Tensor, group: int, choice: Choice) -> Fp8Rows | Int8Rows | Int4Rows:
+        return codebook.quantize(weight, group_size=group, codebook=self.kind)
+
+
+class Fp8BlockExperts(_QuantizedExperts):
+    """8-bit floats (e4m3) in blocks of 128 x 128, as DeepSeek-V3 and Qwen3 are published."""
+
+    name = "fp8_block_experts"
+    bits, wanted, dtypes, kind = 8, FP8_BLOCK, (torch.float32,), FP8_CODES
+
+    def quantized(self, weight: Tensor, group: int, choice: Choice) -> Fp8Rows:
+        return fp8.quantize_blocks(weight)
+
+
+FORMATS: tuple[type[Replacer], ...] = (Int8Experts, Int4Experts, MXFP4Experts, NVFP4Experts, Fp8BlockExperts)

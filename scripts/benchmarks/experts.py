@@ -3,12 +3,14 @@
     python scripts/bench.py experts [--shapes mixtral qwen3_moe] [--device cuda] [--dtype bfloat16] [--layers 8]
         [--cases 1x128+128 32x128+128 1x512+1] [--recipes exact int8 int4] [--repeats 5] [--only kernels] [--tiles]
         [--kinds "MXFP4 in tiles"] [--tiny]
+    python scripts/bench.py experts --only models --shapes gpt_oss mixtral --recipes mxfp4 int4
 
 First each of `--kinds` of weights, with few tokens and many, is held to the float rule, by each implementation that can
 run; a failure ends the run. Then the kernels on one layer of each shape, by each of them, with the share of the
 device's read limit of the bytes of the experts that are chosen; with `--tiles` for several sizes of Triton's tiles.
 Then whole models of random weights, patched as users patch them, with the share of the read limit of the bytes that a
-token needs. Stock transformers runs first and last. `--tiny` takes sizes that a CPU runs in seconds.
+token needs. Stock transformers runs first and last, in the floats that `--dtype` says. The recipe `mxfp4` is `exact`
+with experts in MXFP4, as gpt-oss is published. `--tiny` takes sizes that a CPU runs in seconds.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from accelpatch.kernels.layouts import expert_tiles
 from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.ops.experts import experts
 from accelpatch.kernels.ops.experts.cases import in_tiles, of_random
+from accelpatch.recipe.recipe import parse
 from scripts.benchmarks.engines import Taken, answers, figures, freed, patched, stock, title
 from scripts.benchmarks.harness import TINY, Case, Option, Table, cases, common, table
 from scripts.benchmarks.kernels import check, implementations, timed
@@ -54,6 +57,12 @@ SHAPES: dict[str, tuple[str, dict[str, Any], tuple[int, int, int, int]]] = {
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512}  # fmt: skip
 TINY_CASES = [Case(1, 16), Case(3, 16), Case(1, 40, 1)]
+MXFP4 = """
+name: mxfp4
+extends: exact
+verify: {bound: 0.3}
+rules: [{name: experts, replace: mxfp4_experts, options: {}}]
+"""
 STOCK, AGAIN = "stock transformers", "stock transformers again"
 
 
@@ -222,7 +231,7 @@ def engine(shape: str, recipe: str, asked: argparse.Namespace) -> tuple[int, dic
     model = model_of(shape, asked)
     one = stock(model, recipe, accelpatch.plan(model, "exact").report().token_bytes[0])
     if recipe not in (STOCK, AGAIN):
-        one = patched(model, recipe, keep=False)
+        one = patched(model, parse(MXFP4) if recipe == "mxfp4" else recipe, recipe, keep=False)
         sites = model.accelpatch.report().sites
         left = [site for site in sites if site.role == "experts" and site.replacer is None]
         print(f"{shape} by {recipe}: {len(left)} sites of experts left", flush=True)

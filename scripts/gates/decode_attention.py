@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from accelpatch.kernels.triton import decode_attention
 
-ATTENTION = ("*bf16", *("*i64",) * 3, *("*bf16",) * 4, "*fp32", *("*bf16",) * 3, "*fp32", "*fp32", "*i32",
+ATTENTION = ("*bf16", *("*i64",) * 3, *("*bf16",) * 4, "*fp32", *("*bf16",) * 2, "*fp32", "*bf16", "*fp32",
+             "*fp32", "*i32",
              *("i32",) * 4, *("fp32",) * 4)  # fmt: skip
 OF_CODES = (*ATTENTION[:4], "*i8", "*i8", *ATTENTION[6:])  # a cache in 8 bits
 SHAPE = {
@@ -12,12 +13,13 @@ SHAPE = {
     "RUN": decode_attention.RUN, "SLOTS": decode_attention.SLOTS, "ROWS": decode_attention.ROWS,
     "SOME": 4, "MAX_NEW_TOKENS": decode_attention.MAX_NEW_TOKENS, "ROOM": decode_attention.ROOM,
     "AHEAD": decode_attention.AHEAD,
-    "STAGES": decode_attention.STAGES, "DEPENDENT": False, "FORM": 0,
+    "STAGES": decode_attention.STAGES, "DEPENDENT": False, "FORM": 0, "SINKS": False,
 }  # fmt: skip
 SHAPES = {
     "128": {},
     "128 with norms": {"NORM": True},
     "64, groups of 16": {"SIZE": 64, "WIDE": 64, "ROTARY_DIM": 64, "GROUP": 16, "SOME": 16},
+    "64 with sinks": {"SIZE": 64, "WIDE": 64, "ROTARY_DIM": 64, "GROUP": 8, "SOME": 8, "SINKS": True},
     "80": {"SIZE": 80, "ROTARY_DIM": 32},
     "256 with all": {"SIZE": 256, "WIDE": 256, "SLOTS": decode_attention.SLOTS // 2, "ROTARY_DIM": 256, "NORM": True,
                      "PLUS_ONE": True, "CAP": True},

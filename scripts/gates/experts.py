@@ -17,7 +17,10 @@ KINDS = {
     "int8": (experts.INT8, "*i8", experts.NONE, (512, 256)),
     "4 bits": (experts.INT4, "*i32", experts.MINIMUM, (2048, 1024)),
     "e2m1": (experts.INT4, "*i32", experts.E2M1, (2048,)),
+    "nvfp4": (experts.INT4, "*i32", experts.NV, (2048,)),
+    "fp8 in blocks": (experts.FP8, "*i8", experts.NONE, (512, 256)),
 }
+GROUPS = {experts.E2M1: 32, experts.NV: 16}
 WIDTH = 4096  # of Mixtral
 
 
@@ -34,11 +37,11 @@ def kernels_of_experts() -> dict[str, tuple[Any, ...]]:
 def _held(name: str, x: str, tiled: bool = False) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Types of a stack's tensors for activations of a type, and its compile-time values."""
     kind, w, offset, _ = KINDS[name]
-    form = {"KIND": kind, "OFFSET": offset, "GROUP": 32 if offset == experts.E2M1 else 128, "BIAS": False}
+    form = {"KIND": kind, "OFFSET": offset, "GROUP": GROUPS.get(offset, 128), "BIAS": False}
     scale = "*fp16" if kind == experts.INT4 else "*fp32"
-    if offset == experts.E2M1:
+    if offset in GROUPS:
         scale = "*i16" if tiled else "*u8"
-    return (w.format(x), scale, scale, f"*{x}"), form
+    return (w.format(x), scale, "*fp64" if offset == experts.NV else scale, f"*{x}"), form
 
 
 def _few(name: str) -> Iterator[Named]:
@@ -47,7 +50,7 @@ def _few(name: str) -> Iterator[Named]:
     for k in (WIDTH, *short):
         tile = experts.shape(experts.DOWN[kind], kind, k)
         warps = tile.pop("num_warps")
-        rows = (experts.OF_E2M1 if offset == experts.E2M1 else experts.GATE_UP[kind]).rows
+        rows = (experts.OF_E2M1 if offset in GROUPS else experts.GATE_UP[kind]).rows
         label = f"{name}, {warps} warps"
         values = form | {"DEPENDENT": False, "COLUMNS": tile["COLUMNS"]}
         for code in (0, experts.CLAMPED) if kind == experts.INT4 and k == WIDTH else (0,):
@@ -65,7 +68,8 @@ def _many(name: str) -> Iterator[Named]:
     """Tiles of tokens of one expert."""
     of_halves = [(block, "bf16") for block in grouped_experts.AMD_TILES]
     tiles = [*of_halves, (grouped_experts.WIDE, "fp32")]
-    for (block, x), tiled in itertools.product(tiles, (False, True) if KINDS[name][0] == experts.INT4 else (False,)):
+    in_tiles = KINDS[name][0] == experts.INT4 and KINDS[name][2] != experts.NV
+    for (block, x), tiled in itertools.product(tiles, (False, True) if in_tiles else (False,)):
         held, form = _held(name, x, tiled)
         sizes = {"PRECISION": "ieee", "EXPERTS": 8, "ROWS": block.rows, "TOKENS": block.tokens,
                  "COLUMNS": block.columns, "TILED": tiled}  # fmt: skip

@@ -161,7 +161,7 @@ def test_a_scale_of_zero(model: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [f"{SITE}.q", f"{SITE}.scale", f"{SITE}.offset", "model.norm.weight"])
 def test_a_tensor_that_is_missing(folder: Path, name: str) -> None:
     _with(folder, lambda tensors: tensors.pop(name))
-    _each_names(folder, name.removesuffix(".offset"))
+    _each_names(folder, WEIGHTS, name.removesuffix(".offset"))
 
 
 def test_a_tensor_that_belongs_nowhere(folder: Path) -> None:

@@ -6,6 +6,8 @@ As in test_fused_layer.py the CPU is put into the table of graphs; kernels run a
 from __future__ import annotations
 
 import copy
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 import accelpatch
 from accelpatch.device import KNOWN
+from accelpatch.fusion import read_layers, sparse_layer
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_model import FUSED
 from accelpatch.fusion.layer_description import LayerDescription
@@ -35,11 +38,18 @@ from tests.support.tiny import CAUSAL, EXPERTS, full_batch, padded_batch, snapsh
 
 NAMES = ("mixtral", "qwen3_moe", "olmoe")
 LENGTH = 64
+MXFP4 = "extends: int8\nrules:\n  - name: experts\n    replace: mxfp4_experts\n    options: {}\n"
 FORMS = {
     "exact": "extends: exact",
     "int8": "extends: int8\nrules:\n  - name: linear\n    options: {group_size: null}\n",
     "int4": "extends: int4\nrules:\n  - name: linear\n    options: {group_size: 32}\n",
+    "mxfp4": MXFP4 + "verify:\n  bound: 0.3\n",
 }
+#: gpt-oss's floats are transposed, and stay; MXFP4 is its own format, and as good as the others' int4
+EACH = (
+    *itertools.product(NAMES, ("exact", "int8", "int4")),
+    *itertools.product(("gpt_oss",), ("int8", "int4", "mxfp4")),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +80,7 @@ def stock(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("form", [*FORMS])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, form", EACH)
 def test_64_steps_and_the_way_back(name: str, form: str) -> None:
     before = snapshot(EXPERTS[name].make())
     model = patched(name, form)
@@ -84,8 +93,7 @@ def test_64_steps_and_the_way_back(name: str, form: str) -> None:
     assert {key: value for key, value in before.items() if key == "state_dict"} == {"state_dict": after["state_dict"]}
 
 
-@pytest.mark.parametrize("form", [*FORMS])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, form", EACH)
 def test_every_layer_is_verified_and_stays_fused(name: str, form: str) -> None:
     model = patched(name, form, verify=True)
     report = model.accelpatch.report()
@@ -96,7 +104,7 @@ def test_every_layer_is_verified_and_stays_fused(name: str, form: str) -> None:
     assert [type(layer) is FusedSparseLayer for layer in made.layers] == [True, name != "qwen3_moe"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "gpt_oss"])
 def test_norm_and_choice_go_to_the_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the HIP kernels run: the same tokens, and the same way for many rows; the layer's check holds."""
     monkeypatch.setattr(QuantizedExperts, "why_not_routed", lambda self, chosen, dtype: None)
@@ -165,13 +173,35 @@ def test_a_block_with_a_forward_of_its_own_is_not_fused() -> None:
 
 def test_an_expert_that_a_layer_chooses_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: weights that are not divided by their sum."""
-    from accelpatch.fusion import read_layers, sparse_layer
 
     def wrong(layer: Any, dtype: torch.dtype) -> Any:
-        from dataclasses import replace
-
         return replace(sparse_layer.sparse_mlp(layer, dtype), normalise=False)
 
     monkeypatch.setattr(read_layers, "sparse_mlp", wrong)
     model = patched("mixtral", "int8", verify=True)
     assert len(model.accelpatch.report().verification.failures) == 2
+
+
+def _without(**changes: Any) -> Any:
+    """`attention_shape` with a planted fault."""
+
+    def wrong(*given: Any) -> Any:
+        return replace(stock_way(*given), **changes)
+
+    stock_way = read_layers.attention_shape
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "changes", [{"sinks": None}, {"window": 0}, {"rope_scaling": 1.0}], ids=["sinks", "window", "yarn"]
+)
+def test_each_term_of_gpt_oss_attention_counts(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_layers, "attention_shape", _without(**changes))
+    model = patched("gpt_oss", "int8", verify=True)
+    assert len(model.accelpatch.report().verification.failures) == (1 if "window" in changes else 2)
+
+
+def test_sinks_of_another_number_of_heads() -> None:
+    model = patched("gpt_oss", "int8")
+    model.model.layers[1].self_attn.sinks = nn.Parameter(torch.zeros(3))
+    assert fused_model(model).unfused == {1: "its sinks are [3] for 4 heads"}

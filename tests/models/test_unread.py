@@ -66,7 +66,12 @@ NOT_READ: dict[str, tuple[dict[str, Any], str, str]] = {
     "float-4": (grouped(PACKED, "weights", type="float"), "weights of the type float", "vLLM"),
     "asymmetric": (grouped(INT, "weights", symmetric=False), "asymmetric weights of 8 bits", "vLLM"),
     "w4a8": (grouped(PACKED, "input_activations", **INPUTS), "quantised activations beside weights", "vLLM"),
-    "w8a16": (grouped(FLOAT, "input_activations"), "float activations beside weights", "vLLM"),
+    "w8a16": (grouped(INT, "input_activations"), "float activations beside weights", "vLLM"),
+    "some-inputs": (
+        config_of(FLOAT) | {"config_groups": config_of(FLOAT)["config_groups"] | {
+            "b": grouped(FLOAT, "input_activations")["config_groups"]["group_0"]}},
+        "activations of 8 bits in some layers and floats in others", "vLLM",
+    ),
     "w8a4": (grouped(INT, "input_activations", num_bits=4), "activations of 4 bits as int", "vLLM"),
     "mixed-types": (grouped(INT, "input_activations", type="float"), "activations of 8 bits as float", "vLLM"),
     "grouped-inputs": (grouped(FLOAT, "input_activations", strategy="group"), "activations by group", "vLLM"),

@@ -105,3 +105,12 @@ def test_what_lies_where_on_two_gpus(tmp_path: Path) -> None:
         "on cuda:1: model.layers.1, model.norm",
         "on cpu (offloaded, runs on cuda:1): lm_head",
     ]
+
+
+def test_families_that_cannot_be_split_say_why() -> None:
+    from accelpatch.parallel.shards import known_family
+    from tests.support.tiny import EXPERTS
+
+    for name, why in (("gpt_oss", "its heads have sinks, and its experts have biases"), ("olmoe", "over all heads")):
+        with pytest.raises(PatchError, match=f"cannot be split among ranks: .*{why}"):
+            known_family(EXPERTS[name].make())

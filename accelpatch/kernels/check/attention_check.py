@@ -23,7 +23,7 @@ class Step:
 
     padding: left padding of the last row, in slots. hidden: every hidden-th cached slot is masked; 0 for none. turned:
     columns of a head with rotary embedding; 0 for all. window, softcap: 0 for none. apart: how many fewer slots each
-    row has cached than the one after it.
+    row has cached than the one after it. sinks: whether heads have scores without a key.
     """
 
     heads: int = 4
@@ -41,6 +41,7 @@ class Step:
     plus_one: bool = False
     hidden: int = 0
     apart: int = 0
+    sinks: bool = False
 
     @property
     def slots(self) -> list[int]:
@@ -56,6 +57,7 @@ STEPS: Mapping[str, Step] = {
     "wide-heads": Step(4, 2, 256, 511, 517, window=100),
     "long": Step(8, 8, 128, 1500, 1507, tokens=2, padding=700, rows=5),
     "rows-of-many-lengths": Step(4, 2, 64, 700, 710, padding=20, rows=4, apart=250),
+    "sinks": Step(8, 2, 64, 700, 707, tokens=2, padding=20, window=128, sinks=True),
 }
 
 
@@ -80,11 +82,12 @@ def made(
         return torch.randn(*sizes, generator=draw).to(device, dtype)
 
     q_norm, k_norm = (random(step.size) * 0.3 + 1 if step.norms else None for _ in range(2))
+    sinks = (torch.randn(step.heads, generator=draw) * 2).to(device) if step.sinks else None
     rotary_dim = step.rotary_dim or step.size
     inv_freq = (10000 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)).to(device)
     shape = AttentionShape(
         step.heads, step.kv_heads, step.size, step.size**-0.5, inv_freq, 1.0, step.window, q_norm, k_norm, 1e-6,
-        step.softcap, step.plus_one,
+        step.softcap, step.plus_one, sinks,
     )  # fmt: skip
     cache = [random(step.rows, step.kv_heads, step.capacity, step.size) for _ in range(2)]
     mask = torch.ones(step.rows, step.capacity, dtype=torch.int64, device=device)

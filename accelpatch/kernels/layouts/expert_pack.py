@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from accelpatch.kernels.codebooks import CODEBOOKS, E8M0, scale_dtype
+from accelpatch.kernels.codebooks import CODEBOOKS, E8M0, FP8_CODES, NVFP4, scale_dtype
 from accelpatch.kernels.cpu.native_library import ROWS
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.pack_tensors import ALIGNED
@@ -51,6 +51,8 @@ class ExpertPack(NamedTuple):
     def why_not(n: int, k: int, group: int, offset: str, bits: int) -> str | None:
         """Why experts of n rows cannot be packed; None where they can. offset: "none" or "minimum", or a
         codebook's name."""
+        if offset in (NVFP4, FP8_CODES):
+            return f"experts whose codes are of {offset} are not packed"
         if n % ROWS:
             return f"experts of {n} rows are not whole blocks of {ROWS}"
         groups = k // group

@@ -1,9 +1,9 @@
 """The matrices of a layer's experts, w[E, N, K], as GPU kernels read them; each layout with its inverse.
 
-Floats lie as they are, and so does int8 with a scale a row. 4-bit codes lie in words of 32 bits, 16 for each block of
-128 values of K: nibble p of word j holds value ``16 p + j``. Neighbouring words then go with neighbouring values of x,
-and the codes of one nibble belong to one group. K is padded with the code 0 up to whole blocks. Where the HIP kernels
-run, 4-bit codes lie in their tiles instead (expert_tiles.py).
+Floats lie as they are, and so do int8 with a scale a row, and e4m3 with a scale for each 128 values. 4-bit codes lie in
+words of 32 bits, 16 for each block of 128 values of K: nibble p of word j holds value ``16 p + j``. Neighbouring words
+then go with neighbouring values of x, and the codes of one nibble belong to one group. K is padded with the code 0 up
+to whole blocks. Where the HIP kernels run, 4-bit codes lie in their tiles instead (expert_tiles.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accelpatch.kernels.codebooks import E8M0
+from accelpatch.kernels.codebooks import E4M3, E8M0, FP8_CODES, NVFP4
 from accelpatch.kernels.layouts import expert_tiles
 from accelpatch.kernels.layouts.layout import nbytes_of
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
@@ -23,11 +23,12 @@ BITS = {torch.int8: 8, torch.int32: 4}
 
 
 class Stack(NamedTuple):
-    """Weights of E experts. w: float or int8 [E, N, K], or int32 words [E, N, 16 blocks] of 4-bit codes.
+    """Weights of E experts. w: float, int8 or e4m3fn [E, N, K], or int32 words [E, N, 16 blocks] of 4-bit codes.
 
     Or int8 tiles [E, tiles, steps, 1024], with scale and offset in tables of theirs (expert_tiles.py).
     scale[E, N, G]: of a quantised weight. offset[E, N, G]: the minimum of 4-bit codes; None: w = (u - 8) * scale. Where
-    scale is float8_e8m0fnu, or int16 in tiles, codes are those of e2m1. bias[E, N]: float, or None.
+    scale is float8_e8m0fnu, or int16 in tiles, codes are those of e2m1; where it is float8_e4m3fn those of NVFP4, and
+    offset[E, N, 1] float64 has the factors of rows. bias[E, N]: float, or None.
     """
 
     w: Tensor
@@ -42,7 +43,7 @@ class Stack(NamedTuple):
 
     @classmethod
     def of_int8(cls, q: Tensor, scale: Tensor, offset: None = None, bias: Tensor | None = None) -> Stack:
-        """From int8 q[E, N, K], which stays as it is."""
+        """From int8 or e4m3fn q[E, N, K], which stays as it is."""
         return cls(q, scale, None, bias)
 
     @classmethod
@@ -75,9 +76,10 @@ class Stack(NamedTuple):
 
     @property
     def codes(self) -> str:
-        """The name of the codebook that the codes are of; or ""."""
-        of_e2m1 = torch.int16 if self.tiled else E8M0
-        return "e2m1" if self.scale is not None and self.scale.dtype == of_e2m1 else ""
+        """The name of the codebook that the codes are of, or FP8_CODES; or ""."""
+        if self.scale is None or self.w.dtype == E4M3:
+            return FP8_CODES if self.scale is not None else ""
+        return {torch.int16 if self.tiled else E8M0: "e2m1", E4M3: NVFP4}.get(self.scale.dtype, "")
 
     @property
     def n(self) -> int:

@@ -72,7 +72,7 @@ def added_up(  # type: ignore[no-untyped-def]
     sums, tops, rows, here, first, last,
     SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Reduce the partial softmax states of rows[SOME] over the splits first .. last.
+    """(m, l, acc) of rows[SOME]: the reduction of their partial softmax states over the splits first .. last.
 
     Each split has a fixed place among the AHEAD that are reduced at once; missing ones contribute nothing.
     """
@@ -100,4 +100,4 @@ def added_up(  # type: ignore[no-untyped-def]
         kept = tl.where(used, tl.exp2(top - highest[None, :]), 0.0)
         total += tl.sum(kept * part, axis=0)
         mean += tl.sum(kept[:, :, None] * value, axis=0)
-    return mean / tl.where(here, total, 1.0)[:, None]
+    return highest, total, mean

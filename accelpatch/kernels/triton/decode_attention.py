@@ -46,6 +46,7 @@ ROWS = 16  # queries of one program: the least that matrix instructions take
 ROOM = 512  # mask entries read at once
 AHEAD = 32  # runs whose results are read together
 LOG2_E = 1.4426950408889634
+LOG2 = tl.constexpr(LOG2_E)  # as kernels see it
 
 
 SLOTS = 64  # slots per block, of 256 bytes each (fewer where they are wider)
@@ -128,17 +129,28 @@ def _scan(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _divided(top, total, mean, sinks, here, SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """acc / l of a softmax state, with one more term of the rows' sinks, of which sinks are the addresses."""
+    if SINKS:
+        sink = tl.load(sinks, mask=here, other=0.0) * LOG2
+        most = tl.maximum(top, sink)
+        before = tl.exp2(top - most)
+        total, mean = total * before + tl.exp2(sink - most), mean * before[:, None]
+    return mean / tl.where(here, total, 1.0)[:, None]
+
+
+@triton.jit
 def _leave(  # type: ignore[no-untyped-def]
-    y, sums, tops, finished, top, total, mean, begin, queries, heads, run, first, last, programs,
+    y, sinks, sums, tops, finished, top, total, mean, begin, queries, heads, run, first, last, programs,
     GROUP: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Write the head's output if there is one split; else store it, and the last program to arrive reduces all."""
     query, columns = begin + tl.arange(0, ROWS), tl.arange(0, WIDE)
     kind: tl.constexpr = y.dtype.element_ty
     if first == last:
         at = y + (query // GROUP * heads + query % GROUP)[:, None] * SIZE + columns[None, :]
-        all_seen = mean / tl.where(query < queries, total, 1.0)[:, None]
+        all_seen = _divided(top, total, mean, sinks + query % GROUP, query < queries, SINKS)
         tl.store(at, all_seen.to(kind), mask=(query < queries)[:, None] & (columns < SIZE)[None, :])
     else:
         keep(sums, tops, run, query < queries, top, total, mean, SIZE, WIDE, ROWS)
@@ -149,9 +161,11 @@ def _leave(  # type: ignore[no-untyped-def]
             for start in tl.range(0, tl.minimum(queries - begin, ROWS), SOME, num_stages=1):
                 rows = start + tl.arange(0, SOME)
                 some = begin + rows
-                sum_of = added_up(sums, tops, rows, some < queries, first, last, SIZE, WIDE, ROWS, SOME, AHEAD)
+                here = some < queries
+                most, all_, acc = added_up(sums, tops, rows, here, first, last, SIZE, WIDE, ROWS, SOME, AHEAD)
+                all_of = _divided(most, all_, acc, sinks + some % GROUP, here, SINKS)
                 there = y + (some // GROUP * heads + some % GROUP)[:, None] * SIZE + columns[None, :]
-                tl.store(there, sum_of.to(kind), mask=(some < queries)[:, None] & (columns < SIZE)[None, :])
+                tl.store(there, all_of.to(kind), mask=here[:, None] & (columns < SIZE)[None, :])
 
 
 @triton.jit
@@ -196,12 +210,12 @@ def _ready(  # type: ignore[no-untyped-def]
 # `tokens` is no constant: one and eight of them run the same instructions
 @triton.jit(do_not_specialize=["tokens"])
 def _attend(  # type: ignore[no-untyped-def]
-    qkv, positions, slot_at, mask, keys, values, k_scales, v_scales, inv_freq, q_norm, k_norm, y, sums, tops, finished,
-    tokens, capacity, heads, window, scaling, softcap, rope_scaling, eps,
+    qkv, positions, slot_at, mask, keys, values, k_scales, v_scales, inv_freq, q_norm, k_norm, sinks, y, sums, tops,
+    finished, tokens, capacity, heads, window, scaling, softcap, rope_scaling, eps,
     GROUP: tl.constexpr, NORM: tl.constexpr, PLUS_ONE: tl.constexpr, CAP: tl.constexpr, SIZE: tl.constexpr,
     WIDE: tl.constexpr, ROTARY_DIM: tl.constexpr, RUN: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
     SOME: tl.constexpr, MAX_NEW_TOKENS: tl.constexpr, ROOM: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr, FORM: tl.constexpr,
+    DEPENDENT: tl.constexpr, FORM: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     tiles, row = tl.cdiv(tokens * GROUP, ROWS), tl.program_id(2).to(tl.int64)
     if DEPENDENT:
@@ -228,9 +242,9 @@ def _attend(  # type: ignore[no-untyped-def]
             STAGES, FORM,
         )  # fmt: skip
         _leave(
-            y + (row * tokens * heads + kv * GROUP) * SIZE, sums + held * SIZE, tops + held * 2,
+            y + (row * tokens * heads + kv * GROUP) * SIZE, sinks + kv * GROUP, sums + held * SIZE, tops + held * 2,
             finished + head * tiles + tile, top, total, mean, tile * ROWS, tokens * GROUP, heads, end - 1, first, last,
-            programs, GROUP, SIZE, WIDE, ROWS, SOME, AHEAD,
+            programs, GROUP, SIZE, WIDE, ROWS, SOME, AHEAD, SINKS,
         )  # fmt: skip
     elif DEPENDENT:
         wait()
@@ -247,7 +261,7 @@ def decode_attention_(
     sums = qkv.new_empty((heads, runs, ROWS, shape.size), dtype=torch.float32)
     tops = qkv.new_empty((heads, runs, 2, ROWS), dtype=torch.float32)
     row_bytes = wide * qkv.element_size()
-    norms = (qkv if shape.q_norm is None else shape.q_norm, qkv if shape.k_norm is None else shape.k_norm)
+    given = tuple(qkv if one is None else one for one in (shape.q_norm, shape.k_norm, shape.sinks))
     cap, (form, cache) = shape.softcap > 0, pointers(keys, values, qkv)
     scaling = shape.scaling * LOG2_E * (2 / shape.softcap if cap else 1)
     dependent, options = launch.dependent(qkv)
@@ -256,12 +270,12 @@ def decode_attention_(
     everywhere = cdiv(processors, heads) if dependent else 1
     with launch.on(qkv), _said():
         _attend[(max(working, everywhere), shape.kv_heads * tiles, rows)](
-            qkv, positions, slot, mask, *cache, shape.inv_freq, *norms, y, sums, tops,
+            qkv, positions, slot, mask, *cache, shape.inv_freq, *given, y, sums, tops,
             shape.memory.first(heads, qkv.device),
             tokens, capacity, shape.heads, shape.window, scaling, shape.softcap * LOG2_E, shape.rope_scaling, shape.eps,
             group, shape.q_norm is not None, shape.plus_one, cap, shape.size, wide, shape.rotary_dim, RUN,
             min(SLOTS, SLOTS * 256 // row_bytes), ROWS, min(ROWS, max(4, triton.next_power_of_2(group))),
-            MAX_NEW_TOKENS, ROOM, AHEAD, STAGES, dependent, form, num_warps=WARPS, **options,
+            MAX_NEW_TOKENS, ROOM, AHEAD, STAGES, dependent, form, shape.sinks is not None, num_warps=WARPS, **options,
         )  # fmt: skip
     return y
 

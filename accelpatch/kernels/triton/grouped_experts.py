@@ -19,8 +19,9 @@ from accelpatch.device import Device, probe
 from accelpatch.kernels.choice import few
 from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.layouts.expert_tiles import in_tile_order
-from accelpatch.kernels.triton.dequantize import _of_e2m1
-from accelpatch.kernels.triton.experts import _factor, _gate, code_of, of_few, weight_arguments
+from accelpatch.kernels.triton.dequantize import _of_e2m1, _of_e4m3
+from accelpatch.kernels.triton.expert_rows import _factor
+from accelpatch.kernels.triton.experts import _gate, code_of, of_few, weight_arguments
 from accelpatch.kernels.triton.gemm import Block
 from accelpatch.kernels.triton.launch import cdiv, on
 
@@ -56,7 +57,7 @@ def _tile_of(ends, counts, tile, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):  
 @triton.jit
 def _value(words, factor, beside, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
     """The weights in the lowest nibble of each word, float32."""
-    if OFFSET == 2:
+    if OFFSET >= 2:
         return _of_e2m1(words) * 16384.0 * factor
     code = ((words & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     return code * factor + beside if OFFSET == 1 else (code - 8.0) * factor
@@ -83,6 +84,8 @@ def _codes(  # type: ignore[no-untyped-def]
         for part in tl.static_range(PARTS):
             group = tl.minimum(block * PARTS + part if GROUP < 128 else block * 128 // GROUP, groups - 1)
             factor = _factor(scale + row * groups + group, inside, OFFSET)[:, None]
+            if OFFSET == 3:
+                factor = factor * tl.load(offset + row, mask=inside, other=0.0).to(tl.float32)[:, None]
             beside = factor
             if OFFSET == 1:
                 beside = tl.load(offset + row * groups + group, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -152,6 +155,9 @@ def _sums(  # type: ignore[no-untyped-def]
         given = tl.load(x[None, :] + column[:, None], mask=here[None, :] & (column < k)[:, None], other=0.0)
         there = inside[:, None] & (column < k)[None, :]
         values = tl.load(w + row[:, None] * k + column[None, :], mask=there, other=0)
+        if KIND == 3:  # columns are a part of the 128 that share a scale
+            factor = tl.load(scale + row * groups + start // 128, mask=inside, other=0.0)
+            values = _of_e4m3(values.to(tl.int32)) * factor[:, None]
         total = tl.dot(values.to(given.dtype), given, total, input_precision=PRECISION)
     if KIND == 1:
         total *= tl.load(scale + row, mask=inside, other=0.0).to(tl.float32)[:, None]

@@ -43,6 +43,7 @@ struct AttentionArgs {
     int32_t* consumer;      // where the product before counts its columns of q and k (see GemvArgs), or null
     const void* following;  // what the kernel behind will read, or null
     uint16_t *key_scales, *value_scales;  // or null
+    const float* sinks;                   // [heads]: scores without a key; or null
     int64_t following_bytes;
     int64_t consumer_columns;  // q's and k's
     int64_t rows, tokens, capacity, heads, kv_heads, size, rotary_dim, window, splits;

@@ -17,12 +17,12 @@ constexpr bool SOLE_QUERY = KIND == ONE || KIND == LONE_ONE || KIND == DYNAMIC_O
 constexpr Kind lone(Kind kind) { return kind == ONE ? LONE_ONE : LONE_SEVERAL; }
 constexpr Kind dynamic(Kind kind) { return kind == ONE ? DYNAMIC_ONE : DYNAMIC_SEVERAL; }
 template <int WIDE> Kind kind_of(const AttentionArgs& a) {
-    if (a.size != WIDE || a.window || a.softcap > 0.f || a.q_norm || a.k_norm) return ANY;
+    if (a.size != WIDE || a.window || a.softcap > 0.f || a.q_norm || a.k_norm || a.sinks) return ANY;
     if (a.tokens > 1) return a.rows == 1 ? LONE_TOKENS : ANY;
     return a.heads > a.kv_heads * QUERIES ? ANY : a.heads == a.kv_heads ? ONE : SEVERAL;
 }
 template <Kind KIND, int WIDE> DEVICE AttentionArgs known(AttentionArgs a) {
-    if (KIND != ANY) a.size = WIDE, a.window = 0, a.softcap = 0.f, a.q_norm = a.k_norm = nullptr;
+    if (KIND != ANY) a.size = WIDE, a.window = 0, a.softcap = 0.f, a.q_norm = a.k_norm = nullptr, a.sinks = nullptr;
     if (KIND == LONE_TOKENS) a.consumer = nullptr;  // signalled, but not waited for
     else if (KIND != ANY) a.tokens = 1;
     if (SOLE_QUERY<KIND>) a.kv_heads = a.heads;

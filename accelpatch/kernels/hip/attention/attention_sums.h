@@ -10,20 +10,28 @@ template <class T, int WIDE> struct Adder {
     const AttentionArgs& a;
     const Segment& s;
     const int token;          // of the query
+    const int head;           // of all heads
     uint16_t* y;              // of the query
     Partials<WIDE> partials;  // of its KV splits
 
     DEVICE Adder(const AttentionArgs& a, const AttentionPlan& plan, const Segment& s, int q)
         : a(a),
           s(s),
-          token(a.tokens == 1 ? 0 : (s.tile * QUERIES + q) / plan.group) {
-        const int of = s.tile * QUERIES + q, head = s.kv * plan.group + of - token * plan.group;
+          token(a.tokens == 1 ? 0 : (s.tile * QUERIES + q) / plan.group),
+          head(s.kv * plan.group + s.tile * QUERIES + q - token * plan.group) {
         y = static_cast<uint16_t*>(a.y) + int64_t((s.row * int(a.tokens) + token) * int(a.heads) + head) * int(a.size);
         partials.memory =
             a.partials + int64_t(s.head * plan.queries + q) * (int(a.splits) * (WIDE / PIECE * PIECE_FLOATS));
     }
+    // What sums are multiplied by at the end. A sink is one more score, whose value is zero.
+    DEVICE float inverse_of(const Part& part) const {
+        if (!a.sinks) return fast_reciprocal(part.total);
+        const float sink = a.sinks[head] * 1.44269504f, most = fmaxf(part.highest, sink),
+                    before = fast_exp2(part.highest - most);
+        return before * fast_reciprocal(fmaf(part.total, before, fast_exp2(sink - most)));
+    }
     DEVICE void store(int column, const Part& part) const {
-        const float inverse = fast_reciprocal(part.total);
+        const float inverse = inverse_of(part);
 #pragma unroll
         for (int i = 0; i < 4; i += 2)
             *reinterpret_cast<uint32_t*>(y + column + i) =

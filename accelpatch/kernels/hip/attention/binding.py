@@ -26,7 +26,7 @@ LOG2_E = 1.4426950408889634
 
 _POINTERS = (
     "qkv", "positions", "slot", "mask", "keys", "values", "inv_freq", "q_norm", "k_norm", "y", "partials", "finished",
-    "consumer", "following", "key_scales", "value_scales",
+    "consumer", "following", "key_scales", "value_scales", "sinks",
 )  # fmt: skip
 _SIZES = (
     "following_bytes", "consumer_columns", "rows", "tokens", "capacity", "heads", "kv_heads", "size", "rotary_dim",
@@ -136,7 +136,8 @@ def arguments(
         "qkv": qkv, "positions": positions, "slot": slot, "mask": mask, "keys": codes, "values": value_codes, "y": y,
         "key_scales": next(iter(key_scales), None), "value_scales": next(iter(value_scales), None),
         "partials": zeros[counters:], "finished": zeros,
-        "inv_freq": shape.inv_freq, "q_norm": shape.q_norm, "k_norm": shape.k_norm, "following": following,
+        "inv_freq": shape.inv_freq, "q_norm": shape.q_norm, "k_norm": shape.k_norm, "sinks": shape.sinks,
+        "following": following,
     }  # fmt: skip
     cap = shape.softcap > 0
     return AttentionArgs(

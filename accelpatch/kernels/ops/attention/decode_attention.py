@@ -6,9 +6,9 @@
     y = softmax(scaling q k^T) v over the slots before slot[B] where mask[B, L] is not 0, and the new ones up to its own
 
 Query head h uses KV head h // (Hq / Hkv). A window w > 0 shows the last w slots, the token's own included. softcap c >
-0 turns a score s into c tanh(s / c). The rotary embedding applies to the first len(inv_freq) * 2 columns of a head.
-positions, slot and mask are int64 and read on the device. Rotary layout and roundings are those of transformers' Llama;
-scores and sums are float32.
+0 turns a score s into c tanh(s / c). sinks[Hq] (float32) add one more term exp(sink) to the softmax's denominator. The
+rotary embedding applies to the first len(inv_freq) * 2 columns of a head. positions, slot and mask are int64 and read
+on the device. Rotary layout and roundings are those of transformers' Llama; scores and sums are float32.
 
 The result of a token is independent of T, B, L and (where positions count from the end of a row's padding) of the
 padding: it has the bits that it would have alone, after its predecessors were cached. Long caches are cut into KV
@@ -81,7 +81,10 @@ def _one(q: Tensor, given: Tensor, own: Tensor, keys: States, values: States, sh
     scores = q.to(wide) @ held[0].to(wide).mT * shape.scaling
     if shape.softcap:
         scores = (scores / shape.softcap).tanh() * shape.softcap
-    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ held[1].to(wide)).to(q.dtype)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if shape.sinks is not None:
+        scores = torch.cat((scores, shape.sinks.to(wide)[None, :, None, None].expand(len(q), -1, -1, -1)), -1)
+    return (scores.softmax(-1)[..., : keys.shape[2]] @ held[1].to(wide)).to(q.dtype)
 
 
 def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device, cache: str = FLOAT) -> str | None:
@@ -165,6 +168,9 @@ def spec(
     for one in (keys, values):
         if reason := scales_why_not(one):
             require(False, OP, reason)
+    if shape.sinks is not None:
+        fits = shape.sinks.shape == (shape.heads,) and shape.sinks.dtype == torch.float32
+        require(fits and shape.sinks.is_contiguous(), OP, f"sinks are float32 [{shape.heads}], one a head")
     options = {"shape": shape, "cache": format_of(keys)}
     return Spec(OP, {"B": rows, "T": tokens, "L": keys.shape[2]}, qkv.dtype, options=options)
 

@@ -148,7 +148,7 @@ def attend(qkv: Tensor, positions: Tensor, seen: Shown, keys: Tensor, values: Te
     batch, length = positions.shape
     q = qkv.view(batch, length, -1, shape.size)[:, :, : shape.heads].transpose(1, 2)
     y: Tensor = flash_attention.function(
-        q, keys, values, seen.ranges, seen.bias, None, seen.causal, seen.window, shape.softcap, shape.scaling
+        q, keys, values, seen.ranges, seen.bias, shape.sinks, seen.causal, seen.window, shape.softcap, shape.scaling
     )
     return y.view(batch * length, -1)
 
@@ -166,7 +166,10 @@ def attend_by_torch(
         scores = q @ k.transpose(2, 3) * shape.scaling
         scores = (scores / shape.softcap).tanh() * shape.softcap if shape.softcap else scores
         scores = scores + torch.zeros_like(scores).masked_fill_(~mask, torch.finfo(q.dtype).min)
-        y = scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+        if shape.sinks is not None:
+            sinks = shape.sinks.to(q.dtype)[None, :, None, None].expand(batch, -1, length, 1)
+            scores = torch.cat((scores, sinks), -1)
+        y = scores.softmax(-1, dtype=torch.float32)[..., : k.shape[2]].to(q.dtype) @ v
     else:
         y = functional.scaled_dot_product_attention(q, k, v, mask, scale=shape.scaling)
     return y.transpose(1, 2).reshape(batch * length, -1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from accelpatch.kernels.codebooks import scale_dtype
+from accelpatch.kernels.codebooks import E4M3, FP8_CODES, NVFP4, scale_dtype
 from accelpatch.kernels.layouts.expert_stack import Stack, from_words, to_words
 from accelpatch.kernels.spec import Case
 
@@ -54,6 +54,10 @@ def cases() -> list[Case]:
         _case(4, 3, 96, 64, 37, 2, 32, codes="e2m1"),
         _case(4, 4, 256, 128, 2, 2, 32, odd=True, tiled=True, codes="e2m1"),
         _case(4, 3, 128, 384, 37, 2, 32, CLAMPED, bias=True, tiled=True, codes="e2m1"),
+        _case(4, 6, 160, 96, 1, 3, 16, odd=True, codes=NVFP4),
+        _case(4, 3, 96, 64, 37, 2, 16, CLAMPED, bias=True, codes=NVFP4),
+        _case(8, 4, 256, 128, 2, 2, 128, odd=True, codes=FP8_CODES),
+        _case(8, 3, 384, 256, 37, 2, 128, CLAMPED, bias=True, codes=FP8_CODES),
     ]
 
 
@@ -75,11 +79,20 @@ def of_random(
     if bits == 16:
         return Stack((torch.randn(experts, n, k, generator=generator) / k**0.5).to(device, dtype), bias=beside)
     scale = (torch.rand(experts, n, k // group if group else 1, generator=generator) + 0.5) / k**0.5
+    if codes == FP8_CODES:
+        q = torch.randn(experts, n, k, generator=generator) * 64
+        return Stack(q.to(E4M3).to(device), (scale / 64).to(device), None, beside)
     if bits == 8:
         q = torch.randint(-127, 128, (experts, n, k), generator=generator, dtype=torch.int8)
         return Stack(q.to(device), (scale / 64).to(device), None, beside)
     q = torch.randint(-128, 128, (experts, n, k // 2), generator=generator, dtype=torch.int8)
     if codes:
-        return Stack(to_words(q).to(device), (scale / 2).to(scale_dtype(codes)).to(device), None, beside)
+        factor = None
+        if codes == NVFP4:  # scales of a few hundred, and what makes them small again
+            scale, factor = (
+                scale * 400,
+                (torch.rand(experts, n, 1, generator=generator).double() + 0.5).to(device) / 400,
+            )
+        return Stack(to_words(q).to(device), (scale / 2).to(scale_dtype(codes)).to(device), factor, beside)
     half = (scale / 8).to(device, torch.float16)
     return Stack(to_words(q).to(device), half, None if symmetric else -8 * half, beside)

@@ -4,9 +4,10 @@
     gated(both) = act(gate) * up              gate is the first half of the columns, up the second
     clamped_swiglu: (min(max(up, -limit), limit) + 1) * g * sigmoid(alpha g), g = min(gate, limit)       (GPT-OSS)
 
-Weights are Stacks (layouts/expert_stack.py): float, int8 with a scale a row, or 4-bit codes in groups, in words or in
-tiles; those of e2m1 have a power of two for each 32 (OCP MXFP4). An id outside of 0 .. E - 1 adds nothing, and one that
-is named twice adds twice. Which experts run is read on the device.
+Weights are Stacks (layouts/expert_stack.py): float, int8 with a scale a row, e4m3 with a scale for each 128 values of a
+row, or 4-bit codes in groups, in words or in tiles; those of e2m1 have a power of two for each 32 (OCP MXFP4), those of
+NVFP4 a scale in e4m3 for each 16 and a factor a row. An id outside of 0 .. E - 1 adds nothing, and one that is named
+twice adds twice. Which experts run is read on the device.
 
 Source: Shazeer et al. 2017, arXiv:1701.06538; shapes as in transformers' experts interface (integrations/moe.py).
 """
@@ -23,7 +24,8 @@ from torch.nn import functional
 from accelpatch.device import Device, probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.arguments import FLOATS, require, say
-from accelpatch.kernels.codebooks import E8M0
+from accelpatch.kernels.codebooks import FP8_CODES, NVFP4, NVFP4_GROUP
+from accelpatch.kernels.codebooks import scale_dtype as scales_of
 from accelpatch.kernels.layouts import int4_tiles
 from accelpatch.kernels.layouts.expert_stack import BLOCK, Stack, from_words
 from accelpatch.kernels.operation import operation
@@ -42,6 +44,7 @@ OP = "experts"
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_tanh", "gelu_pytorch_tanh", "relu", CLAMPED)
 MOST_EXPERTS, MOST_CHOSEN = 1024, 64
 TABLES = ("q", "scale", "offset")  # of a canonical weight
+BLOCKED = {NVFP4: NVFP4_GROUP, FP8_CODES: BLOCK}  # codes -> the only size of their groups
 
 
 def clamped(both: Tensor, alpha: float, limit: float) -> Tensor:
@@ -89,7 +92,7 @@ def of_stacks(op: str, x: Tensor, chosen: int, given: tuple[Any, ...]) -> Spec:
         require(alike, op, f"the weights are of one kind, and floats of x's dtype, not {say(stack.w)}")
     offset = up.codes or ("none" if up.offset is None and down.offset is None else "minimum")
     biased = up.bias is not None or down.bias is not None
-    scale = E8M0 if up.codes else None if up.scale is None else up.scale.dtype
+    scale = scales_of(up.codes) if up.codes else None if up.scale is None else up.scale.dtype
     return of_shape(
         experts, width, inner, x.dtype, up.bits, (width // up.groups, inner // down.groups), tokens=len(x),
         chosen=chosen, activation=activation, biased=biased, scale_dtype=scale, offset=offset, tiled=up.tiled,
@@ -157,7 +160,10 @@ def triton_why_not(spec: Spec, device: Device) -> str | None:
     if spec.options["activation"] not in ACTIVATIONS:
         return f"its activation is {spec.options['activation']}"
     for k, group in zip((spec.sizes["H"], spec.sizes["I"]), spec.options["groups"], strict=True):
-        if group != k and (spec.options["bits"] == 8 or (group not in (32, 64) and group % BLOCK)):
+        if spec.offset in BLOCKED:
+            if group != BLOCKED[spec.offset]:
+                return f"groups of {group}, and those of {spec.offset} are {BLOCKED[spec.offset]}"
+        elif group != k and (spec.options["bits"] == 8 or (group not in (32, 64) and group % BLOCK)):
             return (
                 f"groups of {group}; int8 has a scale a row, 4 bits have groups of 32, 64, multiples of {BLOCK} or rows"
             )

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from accelpatch.device import Device
-from accelpatch.kernels.codebooks import CODEBOOKS
+from accelpatch.kernels.codebooks import CODEBOOKS, NVFP4
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.experts import binding as launched
 from accelpatch.kernels.layouts import expert_tiles, int4_tiles
@@ -55,6 +55,8 @@ def _functions(spec: Spec) -> list[str]:
 def _without_library(spec: Spec, device: Device) -> str | None:
     if spec.options["bits"] != 4:
         return f"its weights have {spec.options['bits']} bits, and the kernels read 4"
+    if spec.offset == NVFP4:
+        return "its codes are of NVFP4, which the kernels of experts do not read"
     for (n, k, group), function in zip(_matrices(spec), _functions(spec), strict=True):
         if spec.offset in CODEBOOKS and (reason := int4_tiles.unfit(k, group, spec.scale_dtype, spec.offset)):
             return reason

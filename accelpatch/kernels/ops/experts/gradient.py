@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
+from accelpatch.kernels.codebooks import FP8_CODES
 from accelpatch.kernels.layouts.expert_pack import ExpertPack
 from accelpatch.kernels.layouts.expert_stack import Stack
-from accelpatch.kernels.layouts.row_major import Int4Rows, Int8Rows, Plain
+from accelpatch.kernels.layouts.row_major import Fp8Rows, Int4Rows, Int8Rows, Plain
 from accelpatch.kernels.ops.linear.by_layout import linear
 
 #: (number of an expert, its rows of x) -> their product with its matrix, and its bias
@@ -26,6 +27,8 @@ def of_stack(stack: Stack, k: int, *, interleaved: bool) -> Linear:
         assert q is not None
         if scale is None:
             return linear(x, Plain(q), bias)
+        if stack.codes == FP8_CODES:
+            return linear(x, Fp8Rows(q, scale), bias)
         weight = Int8Rows(q, scale) if stack.bits == 8 else Int4Rows(q, scale, offset, stack.codes)
         return linear(x, weight, bias)
 

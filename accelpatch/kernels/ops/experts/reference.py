@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.kernels.codebooks import CODEBOOKS
+from accelpatch.kernels.codebooks import CODEBOOKS, NVFP4
 from accelpatch.kernels.layouts.expert_stack import WORDS, Stack
 from accelpatch.kernels.ops.activation import gated_activation
 from accelpatch.kernels.ops.experts.cases import CLAMPED
@@ -46,10 +46,12 @@ def dense(stack: Stack, expert: int, k: int, dtype: torch.dtype, interleaved: bo
 
 def _decoded(codes: Tensor, scale: Tensor, offset: Tensor | None, bits: int, book: str, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32)
-    if book:
+    if book in CODEBOOKS:
         codes = torch.tensor(CODEBOOKS[book], dtype=wide, device=codes.device)[codes.long()]
     groups, factor = codes.to(wide).view(len(codes), scale.shape[1], -1), scale.to(wide)[:, :, None]
-    if offset is not None:
+    if book == NVFP4 and offset is not None:
+        made = groups * (scale.double() * offset.double()).to(wide)[:, :, None]
+    elif offset is not None:
         made = groups * factor + offset.to(wide)[:, :, None]
     else:
         made = (groups - 8 if bits == 4 and not book else groups) * factor

@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 
 from accelpatch.kernels.arguments import FLOATS, say
-from accelpatch.kernels.codebooks import E8M0
+from accelpatch.kernels.codebooks import E4M3, E8M0, FP8_CODES, NVFP4
 from accelpatch.kernels.layouts import expert_tiles
 from accelpatch.kernels.layouts.expert_stack import BLOCK, WORDS, Stack
+from accelpatch.kernels.layouts.row_major import FP8_BLOCK
+
+CODES = (torch.int8, torch.int32, E4M3)
 
 
 def why_not_stack(stack: Stack, n: int, k: int, experts: int, device: torch.device) -> str | None:
@@ -16,20 +19,26 @@ def why_not_stack(stack: Stack, n: int, k: int, experts: int, device: torch.devi
     if stack.tiled:
         return _why_not_tiles(stack, n, k, experts, device)
     columns = -(-k // BLOCK) * WORDS if stack.bits == 4 else k
-    if list(w.shape) != [experts, n, columns] or not (w.dtype in FLOATS or w.dtype in (torch.int8, torch.int32)):
+    if list(w.shape) != [experts, n, columns] or not (w.dtype in FLOATS or w.dtype in CODES):
         return f"a weight is {say(w)}, and [{experts}, {n}, {columns}] belongs here"
     if (scale is None) == (stack.bits in (4, 8)):
         return "codes have scales, and floats have none"
     if scale is not None and (list(scale.shape[:2]) != [experts, n] or scale.shape[2] < 1 or k % scale.shape[2]):
         return f"a scale is {say(scale)}, and [{experts}, {n}, G] belongs here, G dividing {k}"
-    if offset is not None and (scale is None or stack.bits != 4 or offset.shape != scale.shape):
+    if stack.codes == NVFP4 and (offset is None or list(offset.shape) != [experts, n, 1]):
+        found = "missing" if offset is None else say(offset)
+        return f"NVFP4 has factors of rows [{experts}, {n}, 1], and they are {found}"
+    if stack.codes == FP8_CODES and (scale is None or k != scale.shape[2] * FP8_BLOCK):
+        return f"e4m3 has a scale for each {FP8_BLOCK} values of a row, and K is {k}"
+    of_rows = stack.codes == NVFP4
+    if offset is not None and not of_rows and (scale is None or stack.bits != 4 or offset.shape != scale.shape):
         return f"an offset is {say(offset)}, which belongs to 4-bit codes and has the shape of their scale"
     return _why_not_beside(stack, n, experts, device)
 
 
 def _why_not_beside(stack: Stack, n: int, experts: int, device: torch.device) -> str | None:
     bias = stack.bias
-    if stack.codes and (stack.bits != 4 or stack.offset is not None):
+    if stack.codes == "e2m1" and (stack.bits != 4 or stack.offset is not None):
         return f"scales of {E8M0} belong to 4-bit codes without an offset"
     if bias is not None and (list(bias.shape) != [experts, n] or not bias.is_floating_point()):
         return f"a bias is {say(bias)}, and float [{experts}, {n}] belongs here"

@@ -49,6 +49,9 @@ CASES = {
     "eight-first": Step(tokens=8, slot=0, window=3),
     "tokens-in-two-runs": Step(tokens=8, slot=252, capacity=512, padding=1, window=250),
     "tokens-to-the-end": Step(tokens=3, slot=253, softcap=3.0),
+    "sinks": Step(sinks=True),
+    "sinks-of-three-runs": Step(capacity=768, slot=700, padding=3, tokens=2, heads=7, kv_heads=1, size=128, sinks=True),
+    "sinks-and-window": Step(tokens=8, slot=252, capacity=512, heads=8, window=128, softcap=2.0, sinks=True),
 }
 
 
@@ -62,10 +65,13 @@ def rotated(x: Tensor, angle: Tensor) -> Tensor:
 def over(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
     """One query q[H, D] over k, v[Hkv, S, D], all of which it sees."""
     k, v = (one.repeat_interleave(shape.heads // shape.kv_heads, 0) for one in (k, v))
-    if not shape.softcap:
+    if not shape.softcap and shape.sinks is None:
         return functional.scaled_dot_product_attention(q[:, None], k, v, scale=shape.scaling)
     scores = (q[:, None] * k).sum(-1) * shape.scaling
-    return (torch.tanh(scores / shape.softcap) * shape.softcap).softmax(-1)[:, None] @ v
+    scores = torch.tanh(scores / shape.softcap) * shape.softcap if shape.softcap else scores
+    weights = scores.exp()
+    sinks = 0 if shape.sinks is None else shape.sinks.cpu().double().exp()[:, None]
+    return (weights / (weights.sum(-1, keepdim=True) + sinks))[:, None] @ v
 
 
 def in_float64(args: tuple[Tensor, ...], shape: AttentionShape) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,6 +191,7 @@ SAME = {
     "in-two-runs": Step(tokens=8, slot=510, capacity=1024, padding=3, rows=1),
     "end-of-the-first-run": Step(tokens=8, slot=252, capacity=512, padding=141, size=80),
     "window": Step(tokens=8, slot=700, capacity=1024, window=180, rotary_dim=16),
+    "sinks": Step(tokens=4, heads=8, slot=510, capacity=1024, window=128, sinks=True),
 }
 
 
