@@ -200,11 +200,12 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
         for case in asked.cases:
             with serving(case, folder, device) as server:
                 row, answers = measured(server, asked, requests)
+                table([{"server": case} | row])
                 if not case.startswith("stock"):
                     row |= checked(
                         server, Alone(folder, case, device), asked, list(zip(requests, answers, strict=True))
                     )
-            rows += table([{"server": case} | row])
+            rows.append({"server": case} | row)
     for row in rows:
         row[f"times {asked.cases[-1]}"] = row["tok/s"] / rows[-1]["tok/s"]
         row[f"times {asked.cases[-1]} by CPU time"] = row["tok/s of CPU time"] / rows[-1]["tok/s of CPU time"]

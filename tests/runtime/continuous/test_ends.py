@@ -51,14 +51,13 @@ def test_unpatching_waits_for_the_managers_end(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["exact", "flash"])
 def test_a_stop_that_does_not_wait(recipe: str) -> None:
     """The thread goes on for a while; when it has ended, the model has its implementations again by itself."""
-    model, over = made(recipe), threading.Event()
+    model, entered, over = made(recipe), threading.Event(), threading.Event()
     names = _implementations(model)
     manager = model.init_continuous_batching(**{key: one for key, one in options().items() if key != "warmup"})
-    handle = model.model.register_forward_pre_hook(lambda *_: over.wait(60) and None)
+    handle = model.model.register_forward_pre_hook(lambda *_: entered.set() or (over.wait(60) and None))
     manager.start()
     manager.add_request(ASKED[0], max_new_tokens=NEW)
-    while manager.batch_processor is None:
-        time.sleep(0.01)
+    assert entered.wait(60)
     manager.stop(block=False)
     assert manager.is_running()
     assert _implementations(model) != names

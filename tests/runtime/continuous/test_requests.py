@@ -182,7 +182,8 @@ def test_the_report_says_what_ran(machine: str) -> None:
     model = made()
     model.generate_batch(ASKED[:2], **options())
     paths = [path for path in model.accelpatch.report().paths if path.startswith(CONTINUOUS)]
-    assert paths == [f"{CONTINUOUS}, {'native rows' if machine == 'cpu' else 'fused layers'}"]
+    due = ["fused layers"] if machine != "cpu" else ["native rows", "native step"]  # prompts, and tokens of a few
+    assert sorted(paths) == [f"{CONTINUOUS}, {one}" for one in due]
 
 
 def test_a_cache_in_8_bits_is_for_generate_alone(machine: str) -> None:
