@@ -53,9 +53,7 @@ def bench_serve(
     base = url.rstrip("/").removesuffix("/v1")
     if not re.match(r"https?://[^/]", base):
         raise typer.BadParameter(f"{url!r} is no URL such as http://127.0.0.1:8000", param_hint="URL")
-    wanted = load.drawn(requests, words, tokens, seed)
-    if prompts is not None:
-        wanted = load.from_file(prompts, requests, tokens[1])
+    wanted = load.from_file(prompts, requests, tokens[1]) if prompts else load.drawn(requests, words, tokens, seed)
     plan = load.Load(base, model or load.model_of(base, api_key), users, rate, api_key, not raw, seconds, temperature)
     with console.progress_bars() as bar:
         answers = load.run(plan, wanted, seed, bar)
