@@ -37,6 +37,7 @@ def bench_serve(
     model: Annotated[str | None, typer.Option(help="Name of the model; default: the server's first.")] = None,
     api_key: KeyOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Ask for completions of the prompts, not for chat.")] = False,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="Temperature of the answers; 0: greedy.")] = 0.0,
     seconds: Annotated[float, typer.Option(min=0.1, help="Time after which a request counts as failed.")] = 600.0,
     seed: options.SeedOption = 0,
     plot: PlotOption = None,
@@ -52,10 +53,8 @@ def bench_serve(
     base = url.rstrip("/").removesuffix("/v1")
     if not re.match(r"https?://[^/]", base):
         raise typer.BadParameter(f"{url!r} is no URL such as http://127.0.0.1:8000", param_hint="URL")
-    wanted = load.drawn(requests, words, tokens, seed)
-    if prompts is not None:
-        wanted = load.from_file(prompts, requests, tokens[1])
-    plan = load.Load(base, model or load.model_of(base, api_key), users, rate, api_key, not raw, seconds)
+    wanted = load.from_file(prompts, requests, tokens[1]) if prompts else load.drawn(requests, words, tokens, seed)
+    plan = load.Load(base, model or load.model_of(base, api_key), users, rate, api_key, not raw, seconds, temperature)
     with console.progress_bars() as bar:
         answers = load.run(plan, wanted, seed, bar)
     found = load_record.record(plan, answers)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,7 @@ class NativeModel:
     final_norm: NormWeight
     cached: tuple[Cached, ...]
     by_axes: bool = False
+    paged: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary, init=False)
 
     @property
     def places(self) -> set[int]:

@@ -39,6 +39,11 @@ class PagedCache(PagedAttentionCache):
         keys, values, window, group = self._held(layer)
         return PagedLayer(keys, values, window, self._groups[group])
 
+    @property
+    def rows(self) -> PagedRows | None:
+        """Those of all layers; None where layers are of several groups."""
+        return self._groups[0] if len(self._groups) == 1 else None
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, kwargs: Any = None, **__: Any
     ) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,5 @@
-"""Requests that are answered at once, by continuous batching of the patched model: greedy ones, whose tokens no host
-chooses. All others wait for their turn (generation.py)."""
+"""Requests that are answered at once, by continuous batching of the patched model: those whose next token is the
+likeliest one or is drawn (draws.py), with stop texts or without. All others wait for their turn (generation.py)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
+from accelpatch.serving.draws import WARPERS, Draw, processors, top_k_of
+from accelpatch.serving.stops import Watch
 from accelpatch.serving.ticket import Ticket
 
 PAGE, CALL_TOKENS = 32, 256  # tokens of a page; of a call on a CPU, prompts in parts
@@ -35,25 +37,33 @@ class Batch:
 
     def takes(self, config: Any) -> bool:
         """Whether a generation config asks for what a request of the batch can have."""
-        if config.do_sample or (config.num_beams or 1) > 1 or (config.num_return_sequences or 1) > 1:
+        if (config.num_beams or 1) > 1 or (config.num_return_sequences or 1) > 1:
             return False
-        if config.stop_strings or not hasattr(self._model, "init_continuous_batching"):
+        if not hasattr(self._model, "init_continuous_batching"):
             return False
-        return not self._model._get_logits_processor(config)
+        if config.do_sample and top_k_of(config) != top_k_of(self._model.generation_config):
+            return False
+        others = [one for one in self._model._get_logits_processor(config) if type(one) not in WARPERS]
+        return not others
 
-    def generate(self, ids: torch.Tensor, config: Any, ticket: Ticket, streamer: Any) -> torch.Tensor:
-        """Ids [1, L + new] of a prompt ids[1, L]; each new token goes to the streamer. Raises HungUp, TimeOver and
-        BatchFailed."""
+    def generate(
+        self, ids: torch.Tensor, config: Any, ticket: Ticket, streamer: Any, stop: Watch | None = None
+    ) -> torch.Tensor:
+        """Ids [1, L + new] of a prompt ids[1, L], up to what `stop` sees; each new token goes to the streamer. Raises
+        HungUp, TimeOver and BatchFailed."""
         prompt = ids[0].tolist()
         streamer.put(ids)
-        for token in self._tokens(prompt, config, ticket):
+        for token in self._tokens(list(prompt), config, ticket):
             streamer.put(torch.tensor([token]))
             prompt.append(token)
+            if stop is not None and stop.over(token):
+                break
         streamer.end()
         return torch.tensor([prompt], device=ids.device)
 
     def _tokens(self, prompt: list[int], config: Any, ticket: Ticket) -> Iterator[int]:
         manager, found, name = self._started(), queue.SimpleQueue[Any](), self._name()
+        draw = Draw.of(config, ticket.seed)
         self._waiting[name] = found
         seen, done = 0, False
         try:
@@ -61,6 +71,7 @@ class Batch:
             manager.add_request(
                 prompt, request_id=name, max_new_tokens=config.max_new_tokens, streaming=True,
                 eos_token_id=ends.tolist() if isinstance(ends, torch.Tensor) else ends,
+                **({} if draw is None else draw.arguments),
             )  # fmt: skip
             while not done:
                 ticket.check()
@@ -94,6 +105,7 @@ class Batch:
                     self._manager = self._model.init_continuous_batching(
                         generation_config=text, continuous_batching_config=settings(self._model, self._context)
                     )
+                    self._manager.logit_processor = processors(top_k_of(self._model.generation_config))
                     self._manager.start()
                 threading.Thread(target=self._deliver, args=(self._manager,), daemon=True).start()
             return self._manager

@@ -1,25 +1,28 @@
 """What stands between transformers' handlers and the patched model: the queue, the limits and the counting.
 
-Greedy requests are answered at once, by continuous batching (batch.py). All others are answered one after another, in
-the order in which they came, by the model's own generate(), on one thread: each answer is the one that a lone request
-gets.
+Most requests are answered at once, by continuous batching (batch.py). Those with penalties or biases are answered one
+after another, in the order in which they came, by the model's own generate(), on one thread. Each answer is the one
+that a lone request gets.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from fastapi import HTTPException
+from transformers import StoppingCriteriaList
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerateManager, GenerationState
 
 from accelpatch.errors import FOREIGN
 from accelpatch.serving.batch import Batch
 from accelpatch.serving.limits import Limits
+from accelpatch.serving.stops import CutQueue, Watch, cut, taken_from
 from accelpatch.serving.ticket import CURRENT, HungUp, Ticket, TimeOver
 
 
@@ -63,24 +66,24 @@ class Watched:
 
 class Generating:
     """What transformers' GenerateManager sees as the model: its generate(), for one request. batch: that answers it, or
-    None."""
+    None. stops: the texts that end the answer."""
 
-    def __init__(self, model: Any, ticket: Ticket, batch: Batch | None):
-        self._model, self._ticket, self._batch = model, ticket, batch
+    def __init__(self, model: Any, ticket: Ticket, batch: Batch | None, stops: Sequence[str]):
+        self._model, self._ticket, self._batch, self.stops = model, ticket, batch, stops
 
     def generate(self, *, streamer: Any = None, **given: Any) -> torch.Tensor:
         """Ids [1, L + new]. Raises HungUp, TimeOver and FailedGeneration."""
         ticket = self._ticket
         ticket.check()
-        ticket.started = time.monotonic()
+        ticket.started, watched = time.monotonic(), Watched(ticket, streamer)
+        stop = Watch(given["tokenizer"], self.stops) if self.stops else None
         try:
             if self._batch is not None:
-                return self._batch.generate(
-                    given["input_ids"], given["generation_config"], ticket, Watched(ticket, streamer)
-                )
+                return self._batch.generate(given["input_ids"], given["generation_config"], ticket, watched, stop)
             if ticket.seed is not None:
                 torch.manual_seed(ticket.seed)
-            return self._model.generate(**given, streamer=Watched(ticket, streamer))
+            criteria = StoppingCriteriaList([] if stop is None else [stop])
+            return self._model.generate(**given, streamer=watched, stopping_criteria=criteria)
         except FOREIGN as error:
             raise FailedGeneration(f"{type(error).__name__} in generate: {error}".replace('"', "'")) from error
 
@@ -110,15 +113,17 @@ class Queue(GenerateManager):
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **more: Any) -> Any:
         seen = self._admitted(model, inputs, gen_config)
-        return super().generate_streaming(seen, processor, inputs, gen_config, **more)
+        pieces, streamer = super().generate_streaming(seen, processor, inputs, gen_config, **more)
+        return CutQueue(pieces, seen.stops), streamer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, **more: Any
     ) -> Any:
         seen = self._admitted(model, inputs, gen_config)
-        return await super().generate_non_streaming(seen, processor, inputs, gen_config, **more)
+        text, *others = await super().generate_non_streaming(seen, processor, inputs, gen_config, **more)
+        return cut(text, seen.stops), *others
 
-    def _admitted(self, model: Any, inputs: Any, config: Any) -> Any:
+    def _admitted(self, model: Any, inputs: Any, config: Any) -> Generating:
         """The model as this request's generation sees it. Raises HTTPException for what is over a limit."""
         ticket, length = CURRENT.get(), inputs["input_ids"].shape[-1]
         _complete(config, ticket.asked, self._new_tokens(length, ticket.new_tokens))
@@ -127,7 +132,7 @@ class Queue(GenerateManager):
             inputs.get("attention_mask", torch.ones(1)).all()
         )
         ticket.batched = whole and self._batch.takes(config)
-        return Generating(model, ticket, self._batch if ticket.batched else None)
+        return Generating(model, ticket, self._batch if ticket.batched else None, taken_from(config))
 
     def _new_tokens(self, prompt: int, asked: int | None) -> int:
         limits, context = self._limits, self._context

@@ -30,7 +30,8 @@ class Asked:
 @dataclass(frozen=True)
 class Load:
     """users: requests open at once. rate: mean arrivals a second (a Poisson process); None: each user sends its next
-    request when the last one is answered. seconds: until a request counts as failed."""
+    request when the last one is answered. seconds: until a request counts as failed. temperature: 0 for
+    greedy answers."""
 
     url: str
     model: str
@@ -39,6 +40,7 @@ class Load:
     api_key: str | None = None
     chat: bool = True
     seconds: float = 600.0
+    temperature: float = 0.0
 
 
 @dataclass
@@ -188,7 +190,7 @@ async def _answer(client: Any, load: Load, asked: Asked, start: float) -> Answer
 
 async def _chunks(client: Any, load: Load, asked: Asked) -> AsyncIterator[dict[str, Any]]:
     """The events of a stream, as JSON: reading them into objects would cost the load tool more than the server."""
-    options = {"model": load.model, "max_tokens": asked.new_tokens, "temperature": 0, "stream": True,
+    options = {"model": load.model, "max_tokens": asked.new_tokens, "temperature": load.temperature, "stream": True,
                "stream_options": {"include_usage": True}}  # fmt: skip
     path: Any = client.completions
     if load.chat:

@@ -87,3 +87,23 @@ def test_the_manager_ends_with_the_server(folder: Path) -> None:
         assert found.app.batch._manager.is_running()
     assert found.app.batch._manager is None
     assert threading.active_count() <= before + 3
+
+
+def test_sampled_requests_are_in_the_batch(server: Running) -> None:
+    """Beside greedy ones, each by its own temperature, top_p and seed: the answers are those that it gets alone."""
+    asked: list[dict[str, Any]] = [
+        {"temperature": 1.0, "seed": 1}, {"temperature": 1.8, "seed": 1}, {"temperature": 1.0, "seed": 2},
+        {"temperature": 1.0, "seed": 1, "top_p": 0.5}, {"temperature": 0}, {"temperature": 1e-9, "seed": 1},
+    ]  # fmt: skip
+    alone = [complete(server, PROMPTS[1], **one) for one in asked]
+    before = batched(server)
+    with ThreadPoolExecutor(len(asked)) as users:
+        assert list(users.map(lambda one: complete(server, PROMPTS[1], **one), asked)) == alone
+    steps = batched(server) - before
+    assert NEW <= steps < NEW * len(asked), "tokens of several requests come from one step"
+    assert len(set(alone)) == 5, "all differ but the two likeliest ones"
+    assert alone[4] == alone[5] == server.lone(PROMPTS[1], NEW)
+
+
+def test_a_request_without_a_seed_draws_another_one_each_time(server: Running) -> None:
+    assert len({complete(server, PROMPTS[1], temperature=2.0) for _ in range(3)}) == 3

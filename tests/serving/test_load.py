@@ -26,12 +26,13 @@ def bench(*words: str) -> Any:
 
 
 @contextmanager
-def stand_in(*lines: str, status: int = 200) -> Iterator[str]:
-    """Context manager: the URL of a server that answers every POST with these lines of a stream."""
+def stand_in(*lines: str, status: int = 200, seen: list[Any] | None = None) -> Iterator[str]:
+    """Context manager: the URL of a server that answers every POST with these lines of a stream. seen: gets bodies."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            (seen if seen is not None else []).append(body)
             self.send_response(status)
             self.send_header("Content-Type", "text/event-stream")
             self.end_headers()
@@ -69,6 +70,14 @@ def test_arrivals_and_a_file(server: Running, tmp_path: Path) -> None:
     assert "6 requests by 8 users; 50 requests a second" in found.stdout
     assert "answered            6 in" in found.stdout
     assert "to the first token" in found.stdout
+
+
+def test_a_temperature_is_asked_for() -> None:
+    bodies: list[Any] = []
+    with stand_in('{"choices": [{"text": "a", "finish_reason": "stop"}]}', seen=bodies) as url:
+        for words in ([], ["--temperature", "0.8"]):
+            assert bench(url, "--model", "m", "--requests", "1", "--raw", *words).exit_code == 0
+    assert [one["temperature"] for one in bodies] == [0, 0.8]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import random
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +67,28 @@ def test_hundreds(server: Running) -> None:
     assert statuses.count(200) < 150
     assert server.ask(TEXT, GOOD[TEXT])[0] == 200
     until(lambda: server.app._open == 0)
+
+
+@pytest.mark.slow
+def test_ten_thousand_that_are_refused(server: Running) -> None:
+    """The process does not grow by them: neither its memory, nor its threads, nor what the server keeps of requests."""
+    refused, seed, held = 0, 1, list[tuple[int, int]]()
+    while refused < 10_000:
+        refused += sum(check(server, *one) != 200 for one in bodies(500, seed))
+        seed += 1
+        gc.collect()
+        held.append((_memory(), threading.active_count()))
+    assert server.ask(TEXT, GOOD[TEXT])[0] == 200
+    until(lambda: server.app._open == 0)
+    assert not server.app.batch._waiting
+    first, last = held[len(held) // 4], held[-1]
+    assert last[0] - first[0] < 10e6, held
+    assert last[1] <= first[1] + 2, held
+
+
+def _memory() -> int:
+    """Resident bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ IMPORTS: dict[str, tuple[str, str]] = {
     # server and load tool; the packages of the extra `serve`, and jinja2: what a chat template raises
     "serving": (
         "checkpoints models quant kernels report device cache errors",
-        "transformers fastapi starlette uvicorn pydantic openai prometheus_client jinja2 matplotlib vllm",
+        "transformers tokenizers fastapi starlette uvicorn pydantic openai prometheus_client jinja2 matplotlib vllm",
     ),
     "api": (
         "adapters trials training errors models patching kernels checkpoints replacers runtime tuning in_memory "

@@ -16,10 +16,11 @@ extern "C" {
 
 enum { AP_OK = 0, AP_BAD_ARGUMENT = 1, AP_NO_MEMORY = 2, AP_UNSUPPORTED = 3 };
 enum { AP_ISA_PORTABLE = 0, AP_ISA_AVX2 = 1, AP_ISA_AVX512 = 2, AP_ISA_DOTPROD = 3 };
-enum { AP_FLOAT32 = 0, AP_BFLOAT16 = 1, AP_FLOAT16 = 2 };                            /* element types of x and y */
-enum { AP_NO_OFFSET = 0, AP_MINIMUM = 1, AP_ZERO_POINT = 2 };                        /* of AP_INT4 and AP_INT3 */
-enum { AP_CACHE_FLOAT = 0, AP_CACHE_BF16 = 1, AP_CACHE_INT8 = 2, AP_CACHE_FP8 = 3 }; /* formats of a KV cache */
-enum { AP_SILU = 0, AP_GELU = 1, AP_GELU_TANH = 2, AP_RELU = 3 };                    /* activations */
+enum { AP_FLOAT32 = 0, AP_BFLOAT16 = 1, AP_FLOAT16 = 2 };     /* element types of x and y */
+enum { AP_NO_OFFSET = 0, AP_MINIMUM = 1, AP_ZERO_POINT = 2 }; /* of AP_INT4 and AP_INT3 */
+/* formats of a KV cache; PAGES: float32 [pages, kv_heads, head_dim], and a call says where its slots lie */
+enum { AP_CACHE_FLOAT = 0, AP_CACHE_BF16 = 1, AP_CACHE_INT8 = 2, AP_CACHE_FP8 = 3, AP_CACHE_PAGES = 4 };
+enum { AP_SILU = 0, AP_GELU = 1, AP_GELU_TANH = 2, AP_RELU = 3 }; /* activations */
 enum {
     AP_DENSE = 0,
     AP_INT8 = 1,
@@ -150,6 +151,8 @@ typedef struct {
     float rope_scaling[2];
     float embedding_scale, logits_softcap; /* softcap: 0 for none */
     int64_t one_sequence;                  /* 1: the tokens of a step are of one sequence, and the cache has one row */
+    int64_t
+        pages; /* 0, or the caches of all layers are AP_CACHE_PAGES with room for so many tokens; length: of a row */
 } ap_model;
 
 /* A layer whose q.data is NULL is absent: no step may run it.
@@ -163,6 +166,10 @@ void ap_step_free(void* step);
  * where last is not the number of layers (logits are not, then); else NULL. Allocates nothing. */
 int ap_step_run(void* step, int64_t batch, const int64_t* tokens, const int64_t* slots, const int64_t* starts,
     const int64_t* positions, int64_t first, int64_t last, float* hidden, float* logits, int threads);
+/* A whole step over pages: slot i of the call is the token index[i] of the pages, and row b attends to the slots
+ * starts[b] .. slots[b], the last of which is written; count: of index. Else as ap_step_run. */
+int ap_step_run_pages(void* step, int64_t batch, const int64_t* tokens, const int64_t* slots, const int64_t* starts,
+    const int64_t* positions, const int64_t* index, int64_t count, float* logits, int threads);
 
 /* Asks the system for large pages; a hint, never an error. */
 void ap_advise_large_pages(void* data, int64_t bytes);

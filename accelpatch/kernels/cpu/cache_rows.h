@@ -40,16 +40,27 @@ AP_INLINE uint8_t to_e4m3(float x) {
     return static_cast<uint8_t>(sign | (((magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20) - 120 * 8));
 }
 
-// A head's cache. scales: bfloat16, of formats that have them.
+// A head's cache. scales: bfloat16, of formats that have them. Of pages: slot i lies `stride` * index[i] numbers on.
 struct CacheRows {
     int32_t format;
     void* codes;
     uint16_t* scales;
+    const int64_t* index;
+    int64_t stride;
 };
+
+// Where a slot of floats lies.
+inline float* float_row(const CacheRows& c, int64_t at, int64_t d) {
+    return static_cast<float*>(c.codes) + (c.format == AP_CACHE_PAGES ? c.index[at] * c.stride : at * d);
+}
 
 // Slots at .. at + count - 1 of d numbers.
 inline void read_rows(const CacheRows& c, int64_t at, int64_t count, int64_t d, float* out) {
     for (int64_t i = 0; i < count; i++, out += d) {
+        if (c.format == AP_CACHE_PAGES) {
+            memcpy(out, float_row(c, at + i, d), static_cast<size_t>(d) * 4);
+            continue;
+        }
         const int64_t row = (at + i) * d;
         if (c.format == AP_CACHE_BF16) {
             const uint16_t* q = static_cast<const uint16_t*>(c.codes) + row;

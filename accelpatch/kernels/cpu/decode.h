@@ -110,9 +110,12 @@ inline int64_t qkv_width(const ap_layer& layer) { return layer.q.n + 2 * layer.k
 
 // The cache of one key head; bytes: of a number.
 inline CacheRows rows_of(const Worker& t, const ap_layer& layer, void* codes, uint16_t* scales, int64_t head) {
+    const int64_t d = t.model->head_dim;
+    if (layer.cache == AP_CACHE_PAGES)
+        return {layer.cache, static_cast<float*>(codes) + head * d, nullptr, t.call->index, layer.k.n};
     const int64_t at = head * t.model->length;
     const int64_t bytes = layer.cache == AP_CACHE_FLOAT ? 4 : layer.cache == AP_CACHE_BF16 ? 2 : 1;
-    return {layer.cache, static_cast<char*>(codes) + at * t.model->head_dim * bytes, scales ? scales + at : nullptr};
+    return {layer.cache, static_cast<char*>(codes) + at * d * bytes, scales ? scales + at : nullptr, nullptr, d};
 }
 
 // Writes the token's key and value of one key head into the cache.
@@ -121,12 +124,12 @@ inline void write_cache(
     const int64_t d = t.model->head_dim, slot = t.call->slots[m];
     const float* row = t.step->qkv + m * qkv_width(layer);
     const float *key = row + layer.q.n + head * d, *value = row + layer.q.n + layer.k.n + head * d;
-    const bool plain = layer.cache == AP_CACHE_FLOAT;
-    float* into = plain ? static_cast<float*>(keys.codes) + slot * d : t.own->query;  // where nothing is read yet
+    const bool plain = layer.cache == AP_CACHE_FLOAT || layer.cache == AP_CACHE_PAGES;
+    float* into = plain ? float_row(keys, slot, d) : t.own->query;  // where nothing is read yet
     memcpy(into, key, static_cast<size_t>(d) * 4);
     norm_and_rotate_(t, layer, into, layer.k_norm, m);
     if (plain) {
-        memcpy(static_cast<float*>(values.codes) + slot * d, value, static_cast<size_t>(d) * 4);
+        memcpy(float_row(values, slot, d), value, static_cast<size_t>(d) * 4);
     } else {
         write_row(keys, slot, d, into);
         write_row(values, slot, d, value);
@@ -142,7 +145,7 @@ inline const float* floats_of(const CacheRows& c, int64_t at, int64_t count, int
 
 // The place, among the heads of a layer's cache, of one key head of a token's sequence.
 inline int64_t cached_head(const Worker& t, const ap_layer& layer, int64_t m, int64_t head) {
-    return (t.model->one_sequence ? 0 : m) * kv_heads_of(*t.model, layer) + head;
+    return (t.model->one_sequence || t.model->pages ? 0 : m) * kv_heads_of(*t.model, layer) + head;
 }
 
 inline void attend(const Worker& t, const ap_layer& layer, int64_t m, int64_t head, int64_t run) {

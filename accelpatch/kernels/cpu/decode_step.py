@@ -126,11 +126,15 @@ class DecodeStep(Described):
     tokens: int = 0
     rows: int = field(init=False)
     length: int = field(init=False)
+    pages: int = field(default=0, init=False)
     handle: ctypes.c_void_p = field(default_factory=ctypes.c_void_p, init=False)
     _keep: list[object] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.rows, self.length = self.keys[0].shape[0], self.keys[0].shape[2]
+        self._create()
+
+    def _create(self) -> None:
         self._check()
         model = self._model()
         check(
@@ -211,7 +215,7 @@ class DecodeStep(Described):
                 raise KernelError(f"layer {index} is none of a native step: {reason}")
             if layer.activation not in ACTIVATIONS:
                 raise KernelError(f"the native step has no activation {layer.activation!r}")
-            want = (self.rows, layer.kv_heads(s.head_dim), self.length, s.head_dim)
+            want = self._cache_shape(layer.kv_heads(s.head_dim))
             if format_of(self.keys[index]) != format_of(self.values[index]):
                 raise KernelError(f"keys and values of layer {index} are in two formats: give both the same")
             for cache in (self.keys[index], self.values[index]):
@@ -224,11 +228,15 @@ class DecodeStep(Described):
         if not 1 <= self.rows <= MAX_BATCH:
             raise KernelError(f"the native step takes 1 to {MAX_BATCH} sequences, not {self.rows}")
 
+    def _cache_shape(self, kv_heads: int) -> tuple[int, ...]:
+        return self.rows, kv_heads, self.length, self.shape.head_dim
+
+    def _cache_format(self, index: int) -> int:
+        return CACHE_FORMATS.index(format_of(self.keys[index]))
+
     def _model(self) -> native_library.Model:
         s = self.shape
-        made = (native_library.Layer * len(self.layers))(
-            *(self._layer(i, weights) for i, weights in enumerate(self.layers))
-        )
+        made = (native_library.Layer * len(self.layers))(*map(self._layer, range(len(self.layers)), self.layers))
         self._keep += [made, self.embedding, self.head, *s.rope]
         model = native_library.Model(
             len(self.layers), s.hidden, s.head_dim, self.tokens or self.rows, self.length, made,
@@ -237,7 +245,7 @@ class DecodeStep(Described):
         for i, (frequencies, scaling) in enumerate(s.rope):
             model.inverse_frequency[i], model.rope_scaling[i] = self._vector(frequencies, s.head_dim // 2), scaling
         model.embedding_scale, model.logits_softcap = s.embedding_scale, s.softcap
-        model.one_sequence = int(self.tokens > 0)
+        model.one_sequence, model.pages = int(self.tokens > 0), self.pages
         return model
 
     def _layer(self, index: int, weights: LayerWeights | None) -> native_library.Layer:
@@ -251,7 +259,7 @@ class DecodeStep(Described):
         for states, code, scale in zip((self.keys, self.values), ("keys", "values"), SCALES, strict=True):
             for name, tensor in zip((code, scale), tensors_of(states[index]), strict=False):
                 setattr(layer, name, pointer(tensor))
-        layer.cache = CACHE_FORMATS.index(format_of(self.keys[index]))
+        layer.cache = self._cache_format(index)
         layer.window, layer.rope, layer.activation = weights.window, weights.rope, ACTIVATIONS[weights.activation]
         layer.attention_scale, layer.attention_softcap = weights.scale, weights.softcap
         self._keep.append(weights)

@@ -58,8 +58,10 @@ struct StepCall {
     int64_t batch;
     const int64_t *tokens, *slots, *starts, *positions;
     float* logits;
-    int64_t first, last;  // layers
-    float* hidden;        // [batch, hidden]: read where first > 0, written where last < layers
+    int64_t first, last;   // layers
+    float* hidden;         // [batch, hidden]: read where first > 0, written where last < layers
+    const int64_t* index;  // [count] of pages: where slots lie
+    int64_t count;
 };
 
 struct Kernels {

@@ -80,6 +80,7 @@ class Model(Structure):
         ("embedding_scale", c_float),
         ("logits_softcap", c_float),
         ("one_sequence", c_int64),
+        ("pages", c_int64),
     )
 
 
@@ -127,6 +128,7 @@ SIGNATURES = {
     "ap_step_create": (c_int, (POINTER(Model), c_int, POINTER(_P))),
     "ap_step_free": (None, (_P,)),
     "ap_step_run": (c_int, (_P, c_int64, _P, _P, _P, _P, c_int64, c_int64, _P, _P, c_int)),
+    "ap_step_run_pages": (c_int, (_P, c_int64, _P, _P, _P, _P, _P, c_int64, _P, c_int)),
     "ap_advise_large_pages": (None, (_P, c_int64)),
     "ap_read_limit": (c_double, (_P, c_int64, c_int, c_int)),
 }

@@ -28,7 +28,7 @@ bool is_absent(const ap_layer& l) { return !l.q.data; }
 bool cache_fits(const ap_layer& l) {
     const bool scaled = l.cache == AP_CACHE_INT8 || l.cache == AP_CACHE_FP8;
     return l.keys && l.values && (!scaled || (l.key_scales && l.value_scales)) &&
-           (scaled || l.cache == AP_CACHE_FLOAT || l.cache == AP_CACHE_BF16);
+           (scaled || l.cache == AP_CACHE_FLOAT || l.cache == AP_CACHE_BF16 || l.cache == AP_CACHE_PAGES);
 }
 
 bool layer_fits(const ap_model& m, const ap_layer& l) {
@@ -45,10 +45,13 @@ bool layer_fits(const ap_model& m, const ap_layer& l) {
 bool model_fits(const ap_model& m) {
     for (int64_t size : {m.layers, m.hidden, m.head_dim, m.length, m.embedding.n, m.head.n})
         if (!is_size(size)) return false;
-    if (m.max_batch < 1 || m.max_batch > kMaxBatch || m.head_dim % 2) return false;
+    if (m.max_batch < 1 || m.max_batch > kMaxBatch || m.head_dim % 2 || m.pages < 0) return false;
+    if (m.pages && m.one_sequence) return false;
     if (!m.layer || !fits(m.embedding, m.embedding.n, m.hidden) || !fits(m.head, m.head.n, m.hidden)) return false;
     for (int64_t i = 0; i < m.layers; i++)
-        if (!is_absent(m.layer[i]) && !layer_fits(m, m.layer[i])) return false;
+        if (!is_absent(m.layer[i]) &&
+            (!layer_fits(m, m.layer[i]) || (m.layer[i].cache == AP_CACHE_PAGES) != (m.pages > 0)))
+            return false;
     return true;
 }
 
@@ -130,9 +133,24 @@ bool call_fits(const Step& s, const StepCall& c) {
     if (c.batch < 1 || c.batch > m.max_batch || !c.tokens || !c.slots || !c.starts || !c.positions) return false;
     for (int64_t b = 0; b < c.batch; b++) {
         if (c.tokens[b] < 0 || c.tokens[b] >= m.embedding.n || c.positions[b] < 0) return false;
-        if (c.starts[b] < 0 || c.starts[b] > c.slots[b] || c.slots[b] >= m.length) return false;
+        if (c.starts[b] < 0 || c.starts[b] > c.slots[b]) return false;
+        if (!m.pages && c.slots[b] >= m.length) return false;
+        if (m.pages && (c.slots[b] >= c.count || c.slots[b] - c.starts[b] >= m.length)) return false;
     }
+    if ((m.pages > 0) != (c.index != nullptr)) return false;
+    for (int64_t i = 0; i < c.count; i++)
+        if (c.index[i] < 0 || c.index[i] >= m.pages) return false;
     return true;
+}
+
+int run(Owner* owner, const StepCall& given, int threads) {
+    StepCall call = given;
+    if (!call_fits(owner->step, call)) return AP_BAD_ARGUMENT;
+    std::lock_guard<std::mutex> lock(owner->lock);
+    // `step` of this CPU's table of kernels is step_job in decode.h, which every thread runs.
+    pool_run(
+        threads < owner->step.threads ? threads : owner->step.threads, chosen_kernels().step, &call, POOL_DECODING);
+    return AP_OK;
 }
 
 }  // namespace
@@ -173,11 +191,15 @@ extern "C" int ap_step_run(void* step, int64_t batch, const int64_t* tokens, con
     int threads) {
     auto* owner = static_cast<Owner*>(step);
     if (!owner) return AP_BAD_ARGUMENT;
-    StepCall call = {&owner->step, batch, tokens, slots, starts, positions, logits, first, last, hidden};
-    if (!call_fits(owner->step, call)) return AP_BAD_ARGUMENT;
-    std::lock_guard<std::mutex> lock(owner->lock);
-    // `step` of this CPU's table of kernels is step_job in decode.h, which every thread runs.
-    pool_run(
-        threads < owner->step.threads ? threads : owner->step.threads, chosen_kernels().step, &call, POOL_DECODING);
-    return AP_OK;
+    return run(owner, {&owner->step, batch, tokens, slots, starts, positions, logits, first, last, hidden, nullptr, 0},
+        threads);
+}
+
+extern "C" int ap_step_run_pages(void* step, int64_t batch, const int64_t* tokens, const int64_t* slots,
+    const int64_t* starts, const int64_t* positions, const int64_t* index, int64_t count, float* logits, int threads) {
+    auto* owner = static_cast<Owner*>(step);
+    if (!owner || !index || !logits) return AP_BAD_ARGUMENT;
+    const int64_t layers = owner->step.model.layers;
+    return run(owner, {&owner->step, batch, tokens, slots, starts, positions, logits, 0, layers, nullptr, index, count},
+        threads);
 }

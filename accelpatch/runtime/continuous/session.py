@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import weakref
 from typing import Any
 
@@ -53,6 +54,12 @@ class Session:
         self._paged = {}
         self._code.end(self)
 
+    def end_after(self, thread: threading.Thread) -> None:
+        """End when this thread of the manager's has ended, and no call of the model runs."""
+        thread.join()
+        with self._code.alone():
+            self.end_if_idle()
+
     def end_if_idle(self) -> None:
         """End unless the manager's thread still runs."""
         manager: Any = self._manager()
@@ -88,10 +95,13 @@ def _configurations(model: Any) -> dict[int, Any]:
 
 def _stop(session: Session, held: Any, *args: Any, **kwargs: Any) -> Any:
     manager = held()
+    thread = manager._generation_thread
     try:
         return type(manager).stop(manager, *args, **kwargs)
     finally:
         session.end_if_idle()
+        if thread is not None and thread.is_alive():  # after stop(block=False)
+            threading.Thread(target=session.end_after, args=(thread,), daemon=True).start()
 
 
 def _switch(name: str, held: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

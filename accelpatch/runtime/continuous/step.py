@@ -11,6 +11,7 @@ from torch import Tensor
 from accelpatch.errors import KernelError
 from accelpatch.fusion.native_rows import logits_of_rows
 from accelpatch.fusion.paged_call import PagedCall
+from accelpatch.fusion.paged_step import logits_of_step
 from accelpatch.models.multimodal import is_multimodal, outputs_of
 from accelpatch.modules.attention_settings import SETTING
 from accelpatch.modules.paged_attention import no_mask
@@ -59,8 +60,11 @@ def _native(runtime: NativeRuntime, model: Any, given: Mapping[str, Any], cache:
         reason = found.unfused[min(found.unfused)]
     if reason is not None:
         return None, f"modules: {reason}"
-    ids, positions = given["input_ids"][0], given["position_ids"][0]
-    return logits_of_rows(found, ids, positions, cache, _kept(given)), "native rows"
+    ids, positions, kept = given["input_ids"][0], given["position_ids"][0], _kept(given)
+    logits = logits_of_step(found, ids, positions, cache, given[pages.PAGED_CACHE])
+    if logits is not None:
+        return logits.index_select(0, kept), "native step"
+    return logits_of_rows(found, ids, positions, cache, kept), "native rows"
 
 
 def _fused(runtime: CapturedRuntime, model: Any, given: Mapping[str, Any], cache: PagedCache) -> Found:

@@ -192,7 +192,7 @@ static void steps() {
         scales(), pick(0, 1) ? pick(1, 99) : 0, 0.2f, 0, 0, static_cast<int32_t>(pick(0, 3)),
         static_cast<int32_t>(form), 0};
     ap_model model = {1, hidden, d, most, length, &layer, own[7].w, own[8].w, maybe(hidden),
-        {floats(o, d / 2), nullptr}, {1, 1}, 2, pick(0, 1) ? 9.0f : 0.0f, one};
+        {floats(o, d / 2), nullptr}, {1, 1}, 2, pick(0, 1) ? 9.0f : 0.0f, one, 0};
     void* step = nullptr;
     require(ap_step_create(&model, 4, &step) == AP_OK, "step_create");
     for (int i = 0; i < 3; i++) {

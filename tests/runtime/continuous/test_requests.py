@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import accelpatch
-from accelpatch.errors import PatchError
 from accelpatch.modules import attention_settings as attention
-from accelpatch.runtime.code_watch import CodeWatch
 from accelpatch.runtime.continuous.step import CONTINUOUS, PLAIN_CACHE, STOCK
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from tests.runtime.continuous.test_families import FAMILIES, NEW, agrees, options, prompts
@@ -181,66 +178,12 @@ def test_an_implementation_of_the_users_own_choice_stays(begin: Callable[[Any], 
     assert model.config._attn_implementation == "paged|eager"
 
 
-def test_a_kept_manager_after_unpatch() -> None:
-    """Its calls had no masks, which transformers' own attention needs."""
-    model, due = made(), tokens(made(None).generate_batch(ASKED, **options()))
-    kept = options() | {"persistent_manager": True}
-    model.generate_batch(ASKED, **kept)
-    accelpatch.unpatch(model)
-    assert tokens(model.generate_batch(ASKED, **kept)) == due
-    model.destroy_cached_continuous_batching_manager()
-
-
-@pytest.mark.parametrize("recipe", ["exact", "flash"])
-def test_unpatching_waits_for_the_managers_end(recipe: str) -> None:
-    """Its calls had no masks: the originals' attention would mix the requests."""
-    model = made(recipe)
-    manager = model.init_continuous_batching(**{key: one for key, one in options().items() if key != "warmup"})
-    manager.start()
-    with pytest.raises(PatchError, match=r"manager.stop\(\)"):
-        accelpatch.unpatch(model)
-    for prompt in ASKED:
-        manager.add_request(prompt, request_id=str(len(prompt)), max_new_tokens=NEW)
-    answers = {one.request_id: one.generated_tokens for one in (manager.get_result(timeout=60) for _ in ASKED)}
-    manager.stop(block=False)
-    manager.join(0.0)
-    accelpatch.unpatch(model)
-    named = (model, model.model, *(layer.self_attn for layer in model.model.layers))
-    assert {one.config._attn_implementation for one in named} == {"sdpa"}
-    assert all(agrees(model, prompt, answers[str(len(prompt))]) for prompt in ASKED)
-
-
-def test_calls_one_after_another_do_not_keep_a_manager_waiting() -> None:
-    """Each of two threads ends its call when the other one's has begun: some call runs at every moment."""
-    model = made(None)
-    code = CodeWatch(model)
-    over, entered, entries = threading.Event(), threading.Condition(), list[int]()
-
-    def calling() -> None:
-        while not over.is_set():
-            with code, entered:
-                entries.append(place := len(entries))
-                entered.notify_all()
-                entered.wait_for(lambda: len(entries) > place + 1, 1.0)
-
-    threads = [threading.Thread(target=calling) for _ in range(2)]
-    begin = threading.Thread(target=code.begin, args=("session",), daemon=True)
-    for thread in (*threads, begin):
-        thread.start()
-        time.sleep(0.1)
-    begin.join(8.0)
-    waits = begin.is_alive()
-    over.set()
-    for thread in (*threads, begin):
-        thread.join()
-    assert not waits
-
-
 def test_the_report_says_what_ran(machine: str) -> None:
     model = made()
     model.generate_batch(ASKED[:2], **options())
     paths = [path for path in model.accelpatch.report().paths if path.startswith(CONTINUOUS)]
-    assert paths == [f"{CONTINUOUS}, {'native rows' if machine == 'cpu' else 'fused layers'}"]
+    due = ["fused layers"] if machine != "cpu" else ["native rows", "native step"]  # prompts, and tokens of a few
+    assert sorted(paths) == [f"{CONTINUOUS}, {one}" for one in due]
 
 
 def test_a_cache_in_8_bits_is_for_generate_alone(machine: str) -> None:

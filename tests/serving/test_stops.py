@@ -1,0 +1,65 @@
+"""Stop texts end an answer and are no part of it, in a stream as in a whole one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from accelpatch.serving.stops import Cut, CutQueue, cut
+from tests.support.serving import MESSAGES, NAME, Running
+
+CASES = [
+    pytest.param(["ab", "cd"], ["x"], "abcd", id="none"),
+    pytest.param(["ab", "cd"], ["bc"], "a", id="across pieces"),
+    pytest.param(["a", "a", "a", "b"], ["aab"], "a", id="a begin within a begin"),
+    pytest.param(["ab", "c"], ["cd"], "abc", id="a begin that is held back to the end"),
+    pytest.param(["one two"], ["two", "ne"], "o", id="the first of two"),
+    pytest.param(["a", "b", "c"], ["a"], "", id="at once"),
+]
+
+
+@pytest.mark.parametrize(("pieces", "stops", "due"), CASES)
+def test_pieces(pieces: list[str], stops: list[str], due: str) -> None:
+    piecewise = Cut(stops)
+    assert "".join([*(piecewise.add(one) for one in pieces), piecewise.rest()]) == due
+    assert cut("".join(pieces), stops) == due
+
+
+@pytest.mark.parametrize(("pieces", "stops", "due"), CASES)
+def test_a_queue(pieces: list[str], stops: list[str], due: str) -> None:
+    """What is no text goes through, after the text before it."""
+    other = ("a call",)
+
+    async def read() -> list[Any]:
+        inner: asyncio.Queue[Any] = asyncio.Queue()
+        for one in (*pieces, other, None):
+            inner.put_nowait(one)
+        outer, found = CutQueue(inner, stops), list[Any]()
+        while not found or found[-1] is not None:
+            found.append(await outer.get() if len(found) % 2 else outer.get_nowait())
+        with pytest.raises(asyncio.QueueEmpty):
+            outer.get_nowait()
+        return found
+
+    found = asyncio.run(read())
+    assert "".join(one for one in found if isinstance(one, str)) == due
+    assert found[-2:] == [other, None]
+
+
+@pytest.mark.parametrize("more", [{}, {"frequency_penalty": 0.1}], ids=["in the batch", "by generate()"])
+def test_answers(server: Running, more: dict[str, Any]) -> None:
+    """The whole one and the stream end before the text, and nothing is generated after it."""
+    asked: Any = {"model": NAME, "messages": MESSAGES, "max_tokens": 40, "temperature": 0} | more
+    with server.client() as client:
+        text = client.chat.completions.create(**asked).choices[0].message.content
+        stop = text[8:11]
+        due = text[: text.find(stop)]
+        whole = client.chat.completions.create(stop=stop, **asked)
+        chunks = list(client.chat.completions.create(stop=["no such text", stop], stream=True, **asked))
+    assert len(text) > 20
+    assert whole.choices[0].message.content == due
+    assert "".join(one.choices[0].delta.content or "" for one in chunks) == due
+    assert [whole.choices[0].finish_reason, chunks[-1].choices[0].finish_reason] == ["stop", "stop"]
+    assert whole.usage.completion_tokens == chunks[-1].usage.completion_tokens < 40
