@@ -10,7 +10,6 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "scripts"
 PROGRAMS = sorted(path.name for path in SCRIPTS.glob("*.py"))
 NEEDS = {"triton_gate.py": "triton", "draw_step.py": "matplotlib"}
-TOPICS = list(runpy.run_path(str(SCRIPTS / "bench.py"))["TOPICS"])
+BENCH = runpy.run_path(str(SCRIPTS / "bench.py"))
+TOPICS = list(BENCH["TOPICS"])
 SUBCOMMANDS = {"check_kernels.py": ["all", "gemv", "rows"], "bench.py": TOPICS}
 PAGES = [(name, ()) for name in PROGRAMS] + [(name, (word,)) for name, words in SUBCOMMANDS.items() for word in words]
 
@@ -121,13 +121,14 @@ def test_run_by_its_path(name: str, word: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("topic", TOPICS)
 def test_the_table_of_cases_of_a_topic(topic: str) -> None:
     """It is built without a GPU, and what is asked for by default is of it; a case is what its words say."""
-    module = import_module(f"scripts.benchmarks.{topic}")
-    assert len(module.CASES)
-    options = {option.name: option for option in module.OPTIONS}
-    assert len(options) == len(module.OPTIONS)
-    for case in options["cases"].default if "cases" in options else ():
-        assert case in module.CASES
-        assert (type(case)).read(str(case)) == case if hasattr(case, "read") else isinstance(case, str)
+    found = BENCH["topic_of"](topic)
+    options = {option.name: option for option in found.options}
+    assert len(options) == len(found.options) > 0
+    assert found.text
+    for option in options.values():
+        many = option.default if isinstance(option.default, list | tuple) else []
+        assert set(many) <= set(option.choices or many)
+        assert all(type(case).read(str(case)) == case for case in many if hasattr(case, "read"))
 
 
 def test_turns_and_their_ratios() -> None:
