@@ -47,7 +47,7 @@ TOPICS = {
 
 
 #: topic -> its module, where that has another name
-MODULES: dict[str, str] = {}
+MODULES = dict.fromkeys(("smoothquant", "fp8", "prompt", "opt", "families"), "recipes")
 
 
 def topic_of(name: str) -> Any:

@@ -33,23 +33,37 @@ SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hid
 
 @dataclass(eq=False)
 class Engine:
-    """call(ids, new): generates so many tokens. bytes: of weights a token reads. most: new tokens of a call at most."""
+    """call(ids, new): generates so many tokens. most: new tokens of a call at most.
+
+    bytes: of weights that a step reads. cached: of keys and values of a token, where they count too.
+    """
 
     name: str
     model: Any
     call: Callable[[Tensor, int], object]
     bytes: int = 0
     most: int = sys.maxsize
+    cached: int = 0
     seconds: dict[str, Any] = field(default_factory=dict)
     gigabytes: float | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """That of the model."""
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Seconds of the short answers of an engine, and of a step: what a long one takes beyond a short one, a token."""
+    """Seconds of the short answers of an engine, and of a step: what a long one takes beyond a short one, a token.
+
+    memory: gigabytes, by what they are.
+    """
 
     first: list[float]
     step: list[float]
+    memory: dict[str, float] = field(default_factory=dict)
 
 
 def random_model(asked: argparse.Namespace, *, dtype: torch.dtype | None = None, endless: bool = True) -> Any:
@@ -229,7 +243,11 @@ def compare(
     return found
 
 
+def turns(repeats: int, warmup: int) -> str:
+    """What the figures of a table are."""
+    return f"median of {repeats} after {warmup} to warm up"
+
+
 def title(case: Case, repeats: int, warmup: int) -> str:
     """Of the table of a case."""
-    turns = f"median of {repeats} after {warmup} to warm up"
-    return f"batch {case.batch}, prompt {case.prompt}, {case.new} new tokens, {turns}"
+    return f"batch {case.batch}, prompt {case.prompt}, {case.new} new tokens, {turns(repeats, warmup)}"
