@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import accelpatch
 from accelpatch.bench.generate import generate
-from accelpatch.bench.timing import once, synchronize
+from accelpatch.bench.timing import once, synchronize, timing
 from accelpatch.models import load
 from scripts.benchmarks.harness import Case, table
 
@@ -169,6 +169,46 @@ def in_turn(
             if turn >= 0:
                 found[name].append(made)
     return found
+
+
+class Clock:
+    """A streamer that notes when each token comes; the first is the prompt."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """All tokens are there."""
+
+
+def by_tokens(model: Any, ids: Tensor, new: int, repeats: int) -> dict[str, Any]:
+    """Tokens a second of greedy generate(), from the first new token of a call to its last, and how steps ran.
+
+    The median of the calls after the first, which captures, and their spread.
+    """
+    seconds = []
+    for _ in range(repeats + 1):
+        clock = Clock()
+        plain(model, ids, new, streamer=clock)
+        seconds.append((clock.times[-1] - clock.times[1]) / (len(clock.times) - 2))
+    taken, paths = timing(seconds[1:]), dict[str, int]()
+    if handle := getattr(model, "accelpatch", None):
+        none = ("captured step", "modules: a prompt")
+        paths = {
+            way: n for way, n in handle.report().paths.items() if "prefill" not in way and not way.startswith(none)
+        }
+    way = max(paths, key=lambda path: paths[path], default="modules")
+    return {"tok/s": len(ids) / taken.median, "spread": taken.spread, "by": way}
+
+
+def ids_of(model: Any, batch: int, length: int) -> Tensor:
+    """Random ids [batch, length] on the model's device."""
+    size = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(5, size, (batch, length), generator=torch.Generator().manual_seed(0))
+    return ids.to(next(model.parameters()).device)
 
 
 def answers(

@@ -28,8 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import accelpatch
 from accelpatch.parallel import launch
 from accelpatch.parallel.group import joined
+from scripts.benchmarks.engines import by_tokens
 from scripts.benchmarks.harness import ROOT, TINY, Option, Table, cases
-from scripts.benchmarks.parallel import timed, way_of
 
 SHAPES = {
     "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -131,9 +131,9 @@ def generated(case: str, asked: argparse.Namespace, ranks: int) -> dict[str, Any
     seconds = time.perf_counter() - start
     ids = torch.randint(5, config.vocab_size, (asked.batch, 32), generator=torch.Generator().manual_seed(0)).to(device)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    row = timed(model, batch, asked.new, asked.repeats)
+    row = by_tokens(model, ids, asked.new, asked.repeats)
     tokens = model.generate(**batch, max_new_tokens=16, min_new_tokens=16, do_sample=False)[0, 32:].tolist()
-    return row | {"patch, s": seconds, "by": way_of(model), "tokens": tokens}
+    return row | {"patch, s": seconds, "tokens": tokens}
 
 
 def child(asked: argparse.Namespace) -> None:
