@@ -18,8 +18,8 @@ class Rates(Table):
     """The table of engines that generate: a row an engine and case, with the columns that docs/benchmarks.md quotes.
 
     beside: engines that the later rows of a case are compared with. short: tokens of the short answers. limit: bytes a
-    second that memory reads, with which a row says what part of it a step takes, by the engine's bytes and its cache's.
-    Rates are those of all sequences together.
+    second that memory reads, with which a row says what part of it a step takes, by the engine's bytes and its cache's
+    (where the cache does not count, of one sequence only: experts of several add up). Rates are those of all sequences together.
     """
 
     def __init__(self, title: str, beside: Sequence[str] = (), *, short: int = 1, limit: float = 0.0):
@@ -42,7 +42,7 @@ class Rates(Table):
             row |= {"tok/s": rate, "slowest to fastest, tok/s": (rates[0], rates[-1])}
             row |= {f"times {name}": rate / base for name, (_, base) in bases.items()}
             row["ms a step"] = 1e3 * case.batch / rate
-            if self._limit and engine.bytes:
+            if self._limit and engine.bytes and (case.batch == 1 or engine.cached):
                 read = engine.bytes + case.batch * (case.prompt + (self._short + case.new) / 2) * engine.cached
                 row |= {"GB a step": read / 1e9, "share of its limit": rate / case.batch * read / self._limit}
         return row | taken.memory
