@@ -276,7 +276,7 @@ TOPICS = {
         "weights before the first step, and the peak over all steps of a case.",
         (*common(model="llama2-7b", device="cuda", dtype="bfloat16", repeats=5),
          cases([Case(1, 512, 1), Case(1, 2048, 1), Case(4, 2048, 1)]), TINY,
-         Option("engines", ["bf16", "bitsandbytes", "train", "int8"], "bf16, bitsandbytes' nf4, or recipes.")),
+         Option("engines", ["bf16", "bitsandbytes", "train", "int8"], "Bf16, bitsandbytes' nf4, or recipes.")),
         train,
     ),
 }  # fmt: skip

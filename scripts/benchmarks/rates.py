@@ -19,7 +19,8 @@ class Rates(Table):
 
     beside: engines that the later rows of a case are compared with. short: tokens of the short answers. limit: bytes a
     second that memory reads, with which a row says what part of it a step takes, by the engine's bytes and its cache's
-    (where the cache does not count, of one sequence only: experts of several add up). Rates are those of all sequences together.
+    (where the cache does not count, of one sequence only: experts of several add up). Rates are those of all sequences
+    together.
     """
 
     def __init__(self, title: str, beside: Sequence[str] = (), *, short: int = 1, limit: float = 0.0):
