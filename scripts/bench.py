@@ -49,7 +49,7 @@ TOPICS = {
 #: topic -> its module, where that has another name
 MODULES = dict.fromkeys(("smoothquant", "fp8", "prompt", "opt", "families"), "recipes")
 MODULES |= dict.fromkeys(("patch", "start", "checkpoint", "checks", "train"), "preparation")
-MODULES |= {"kv_cache": "attention"}
+MODULES |= dict.fromkeys(("paths", "encoder_decoder", "compiled"), "calls") | {"kv_cache": "attention"}
 
 
 def topic_of(name: str) -> Any:

@@ -87,8 +87,8 @@ def stock(base: Any, name: str = STOCK, size: int = 0, how: How = generate) -> E
 def plain(model: Any, ids: Tensor, new: int, **options: Any) -> Tensor:
     """Exactly so many greedy tokens by the model's own generate(), called as programs call it."""
     given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
-    made: Tensor = model.generate(input_ids=ids, **given, **options)
-    assert made.shape[1] == ids.shape[1] + new
+    made: Tensor = model.generate(input_ids=ids, **(given | options))
+    assert getattr(made, "sequences", made).shape[1] == ids.shape[1] + new
     return made
 
 
