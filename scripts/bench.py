@@ -50,6 +50,7 @@ TOPICS = {
 MODULES = dict.fromkeys(("smoothquant", "fp8", "prompt", "opt", "families"), "recipes")
 MODULES |= dict.fromkeys(("patch", "start", "checkpoint", "checks", "train"), "preparation")
 MODULES |= dict.fromkeys(("paths", "encoder_decoder", "compiled"), "calls") | {"kv_cache": "attention"}
+MODULES |= dict.fromkeys(("lookup", "drafts"), "speculation")
 
 
 def topic_of(name: str) -> Any:
