@@ -133,17 +133,23 @@ def test_the_table_of_cases_of_a_topic(topic: str) -> None:
 
 def test_turns_and_their_ratios() -> None:
     """Turns that warm up do not count, the order may change from turn to turn; rates are of all sequences together."""
-    from scripts.benchmarks.engines import Taken, figures, in_turn
+    from scripts.benchmarks.engines import Engine, Taken, in_turn
     from scripts.benchmarks.harness import Case
+    from scripts.benchmarks.rates import Rates
 
     order: list[str] = []
     calls = {name: (lambda name=name: order.append(name) or len(order)) for name in ("a", "b")}
     assert in_turn(calls, repeats=2, warmup=1, alternating=True) == {"a": [3, 6], "b": [4, 5]}
     assert order == ["b", "a", "a", "b", "b", "a"]
-    taken = {"a": Taken([0.2, 0.4], [0.1, 0.1]), "b": Taken([0.1, 0.2], [0.01, 0.01])}
-    one, other = figures(Case(8, 128, 64), taken, ["a"], limit=1e9, read={"a": 5e7, "b": 5e6})
+    table, case = Rates("", ["a"], limit=1e9), Case(8, 128, 64)
+    engines = [Engine(name, None, print, size, cached=1000) for name, size in (("a", 50_000_000), ("b", 5_000_000))]
+    taken = [Taken([0.2, 0.4], [0.1, 0.1]), Taken([0.1, 0.2], [0.01, 0.01])]
+    one, other = (table.row(case, engine, took) for engine, took in zip(engines, taken, strict=True))
     assert one["first token, ms"] == pytest.approx(300)
-    assert (other["tok/s"], other["ms a step"], other["share of its limit"]) == pytest.approx((800, 10, 0.5))
+    assert one["times a"] == 1
+    read = 5e6 + 8 * (128 + 65 / 2) * 1000
+    assert (other["tok/s"], other["ms a step"]) == pytest.approx((800, 10))
+    assert (other["GB a step"], other["share of its limit"]) == pytest.approx((read / 1e9, 100 * read / 1e9))
     assert (other["times a"], other["first token, times a"]) == pytest.approx((10, 2))
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import statistics
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -21,7 +20,6 @@ import accelpatch
 from accelpatch.bench.generate import generate
 from accelpatch.bench.timing import once, synchronize, timing
 from accelpatch.models import load
-from scripts.benchmarks.harness import Case, table
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -138,6 +136,17 @@ def introduce(engine: Engine) -> None:
     print(f"{engine.name}: {taken}{over}{fused}{size}; {'; '.join(report.notes)}", flush=True)
 
 
+def among_the_best(engine: Engine, ids: Tensor, new: int = 8) -> bool:
+    """Whether each token of a patched model's steps is, by its own modules and no cache, the best one or as good."""
+    with torch.inference_mode():
+        tokens = generate(engine.model, ids, new)
+        logits = engine.model(tokens[:, :-1], use_cache=False).logits[:, ids.shape[1] - 1 :].float()
+    chosen = logits.gather(-1, tokens[:, ids.shape[1] :, None])[..., 0]
+    gap = float(((logits.max(-1).values - chosen) / logits.std(-1)).max())
+    print(f"{engine.name}: tokens of steps are within {gap:.3f} standard deviations of the best", flush=True)
+    return gap < 0.1
+
+
 def allocated(device: torch.device | str, *, peak: bool = False) -> float | None:
     """GB in use on a GPU, or the most since the last reset; None on a CPU."""
     if torch.device(device).type != "cuda":
@@ -235,59 +244,6 @@ def answers(
     return {key: Taken(*(list(column) for column in zip(*found, strict=True))) for key, found in pairs.items()}
 
 
-def figures(
-    case: Case,
-    taken: Mapping[str, Taken],
-    beside: Sequence[str] = (),
-    *,
-    short: int = 1,
-    limit: float = 0.0,
-    read: Mapping[str, float] | None = None,
-) -> list[dict[str, Any]]:
-    """Rows of a case: medians, slowest and fastest, and how many times as fast as each of `beside`.
-
-    Rates are those of all sequences together. limit: bytes a second that memory reads; read: bytes that a step reads.
-    """
-    rows: list[dict[str, Any]] = []
-    first = {name: statistics.median(one.first) for name, one in taken.items()}
-    rates = {name: sorted(case.batch / max(step, 1e-9) for step in one.step) for name, one in taken.items()}
-    middle = {name: statistics.median(one) for name, one in rates.items()}
-    bases = [name for name in beside if name in taken]
-    for name, one in taken.items():
-        row: dict[str, Any] = {"engine": name}
-        if short == 1:
-            ends = (1e3 * min(one.first), 1e3 * max(one.first))
-            row |= {"first token, ms": 1e3 * first[name], "fastest to slowest, ms": ends}
-            row |= {f"first token, times {base}": first[base] / first[name] for base in bases}
-        if case.new > short:
-            all_ = rates[name]
-            row |= {"tok/s": middle[name], "slowest to fastest, tok/s": (all_[0], all_[-1])}
-            row |= {f"times {base}": middle[name] / middle[base] for base in bases}
-            row["ms a step"] = 1e3 * case.batch / middle[name]
-            if limit and read:
-                share = middle[name] / case.batch * read[name] / limit
-                row |= {"GB a step": read[name] / 1e9, "share of its limit": share}
-        rows.append(row)
-    return rows
-
-
-def compare(
-    engines: Sequence[Engine], cases: Sequence[Case], repeats: int, warmup: int, beside: Sequence[str] = ()
-) -> dict[str, list[dict[str, Any]]]:
-    """Engines that are all in memory, case by case; prints a table for each, and returns their rows."""
-    found = {}
-    for case in cases:
-        ids = case.ids(engines[0].model)
-        taken = answers({one.name: one for one in engines}, ids, case.new, repeats, warmup)
-        found[str(case)] = table(figures(case, taken, beside), title(case, repeats, warmup))
-    return found
-
-
 def turns(repeats: int, warmup: int) -> str:
     """What the figures of a table are."""
     return f"median of {repeats} after {warmup} to warm up"
-
-
-def title(case: Case, repeats: int, warmup: int) -> str:
-    """Of the table of a case."""
-    return f"batch {case.batch}, prompt {case.prompt}, {case.new} new tokens, {turns(repeats, warmup)}"

@@ -204,7 +204,7 @@ TOPICS = {
         "Drafts that a model makes (`assistant_model=`), beside the same patched model without them, in turn.\n\n"
         "The model has random weights; all its layers but the first two add nothing to the residual stream (and are\n"
         "read as ever), so that an assistant of those two layers is always right. `right` of its draft tokens are\n"
-        "left as they are, the others are changed at random, seeded. Assistant and model are patched with the same recipe.\n"
+        "left as they are, the others are changed at random, seeded. Both are patched with the same recipe.\n"
         "The first rows are the unpatched model's, alone and with the unpatched assistant, by transformers' own loop.\n"
         "Before anything is timed, the tokens of each case are held to those without drafts.",
         (*common(model="llama2-7b", device="cuda", dtype="bfloat16", recipes=["exact", "int8", "int4"], repeats=5),
