@@ -4,7 +4,8 @@
         [--new 64] [--device cpu] [--repeats 3]
 
 Prompts are random ids whose lengths lie between the two numbers, and every request gets `--new` greedy tokens. Models
-take turns. The original runs with the attention that `--attention` names; on a GPU, give it
+take turns, each with a manager that it keeps (`persistent_manager`), as a server has one; with --no-kept each makes
+its own, with new pages and new graphs. The original runs with the attention that `--attention` names; on a GPU, give it
 its best settings: `--attention flash_attention_2`. `share of the padded batch` is generate_batch's rate over that of
 generate() of the same model on the same prompts, padded on the left. Before anything is timed, each patched model's
 tokens are compared with its own padded batch's: `equal tokens` counts those up to the first that differs in a request.
@@ -36,6 +37,7 @@ OPTIONS = (
     Option("new", 64, "Tokens to generate for each."),
     Option("tokens", 256, "Most tokens of a call, prompts in parts."),
     Option("attention", "sdpa", "The original's attention implementation."),
+    Option("kept", True, "Keep each model's manager, its pages and its graphs, from call to call."),
 )  # fmt: skip
 
 
@@ -54,7 +56,8 @@ def options(asked: argparse.Namespace, prompts: list[list[int]]) -> dict[str, An
     if hasattr(settings, "auto_switch_to_flash"):
         settings.auto_switch_to_flash = False
     text = GenerationConfig(max_new_tokens=asked.new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    return {"generation_config": text, "continuous_batching_config": settings}
+    given = {"generation_config": text, "continuous_batching_config": settings}
+    return given | {"persistent_manager": asked.kept}
 
 
 def padded(model: Any, prompts: list[list[int]], new: int) -> Tensor:

@@ -75,7 +75,7 @@ def _fused(runtime: CapturedRuntime, model: Any, given: Mapping[str, Any], cache
 
 def _by_fused_layers(runtime: CapturedRuntime, model: Any, given: Mapping[str, Any], cache: PagedCache) -> Found:
     reason = _of_call(model)
-    fused, watched = (None, []) if reason else runtime.fused(model)
+    fused, watched = (None, []) if reason else runtime.fused(model, graphs=True)
     if fused is None:
         return None, f"modules: {reason or runtime.captured.why_not_fused or 'no layer is fused'}"
     reason = fused.no_prompts or ("parts on several devices" if fused.in_parts else None)

@@ -57,8 +57,9 @@ class DraftRun:
         """How many tokens before `slot` - 1 are not cached."""
         return 0
 
-    def catch_up(self, text: list[int], slot: int) -> None:
-        """Cache the tokens of the text before `slot`, which is that of its last token."""
+    def catch_up(self, text: list[int], slot: int) -> bool:
+        """Cache the tokens of the text before `slot`, which is that of its last token; whether they were many."""
+        return False
 
     def propose(self, most: int) -> int:
         """Queue draft tokens; returns how many: `most`, or fewer where one was unlikely."""
@@ -112,9 +113,9 @@ class AssistantRun(DraftRun):
         """As of DraftRun."""
         return max(slot - 1 - self._cached, 0)
 
-    def catch_up(self, text: list[int], slot: int) -> None:
+    def catch_up(self, text: list[int], slot: int) -> bool:
         """As of DraftRun."""
-        batch = self.step.batch
+        batch, many = self.step.batch, self.behind(slot) > TOKENS
         assert self.programs is not None
         offset = self.drafts.batch.positions - self.drafts.batch.slot
         while self._cached < slot - 1:
@@ -131,6 +132,7 @@ class AssistantRun(DraftRun):
                 self.programs.feed.replay()
                 self._cached += len(missing)
         self.drafts.before.fill_(text[slot - 1])
+        return many
 
     def accepted(self, slot: int, drafted: int, accepted: int) -> None:
         """As of DraftRun."""

@@ -35,7 +35,7 @@ class Drafted:
         self.run, self.drafts, self.drafter, self.pace, self.limit = run, drafts, drafter, pace, limit
         self.counts = Counts(pace)
         self.text: list[int] = []
-        self.fresh = False  # whether something was captured, so that times say nothing
+        self.fresh = False  # whether something was captured or caught up with, so that times say nothing
 
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
         """Logits [1, V] float32 after the prompt, which the draft model caches too."""
@@ -156,7 +156,7 @@ class DeviceLoop(Drafted):
         if not wanted or not drafter.fits(run.slot):
             return 0
         if drafter.behind(run.slot):
-            drafter.catch_up(self.text, run.slot)
+            self.fresh = drafter.catch_up(self.text, run.slot) or self.fresh
         return drafter.propose(wanted)
 
     def _check(self, check: Graph, drafted: int) -> None:

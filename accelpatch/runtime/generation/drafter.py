@@ -20,14 +20,12 @@ HOPE = 1.2  # how much faster a number of drafts is taken to be than it seems, u
 MEASURED = 2  # plain steps whose time must be known before anything is drafted
 WINDOW = 8  # latest rounds with a number of drafts whose times count
 FADING = 0.97  # what an earlier draft token's acceptance weighs beside the next one's
-PRIOR, PRIOR_WEIGHT = (
-    0.75,
-    2.0,
-)  # acceptance that is assumed before anything is known, and draft tokens that it is worth
+PRIOR, PRIOR_WEIGHT = 0.75, 4.0  # acceptance that is assumed before anything is known, and tokens that it is worth
 CHECK, DRAFT = 0.15, 0.12  # of a plain step: what checking, and one draft token, is taken to cost before it is measured
 FIRST_WAIT, LONGEST_WAIT = 64, 1024  # plain tokens until drafts that lost are tried again; doubled each time
 NUMBER, THRESHOLD = 20, 0.4  # what transformers takes where a generation config says nothing
 TRIAL = 3  # drafts of the first round after a wait
+RESUMED = 1.0  # draft tokens that the acceptance before a wait is worth after it
 
 
 class Drafter(Protocol):
@@ -118,8 +116,10 @@ class Pace:
         self._wrong = self._wrong * fading + wrong
         if self._resting and not accepted:
             self._rest()
-        elif accepted:
+        elif self._resting:  # the text is another one by now: what is known of drafts before the wait counts little
             self._resting = False
+            share = RESUMED / (self._right + self._wrong)
+            self._right, self._wrong = accepted + self._right * share, wrong + self._wrong * share
         if not wrong:
             self._wait = FIRST_WAIT
 
@@ -194,7 +194,8 @@ class Counts:
 class PacedDrafter:
     """A Drafter that drafts as many tokens as pay. counts: what became of them. text: the tokens so far.
 
-    fresh: whether something was captured meanwhile, so that times say nothing. end: the most tokens of the sequence.
+    fresh: whether something was captured, or many tokens caught up with, meanwhile, so that times say nothing. end:
+    the most tokens of the sequence.
     """
 
     end: int | None = None

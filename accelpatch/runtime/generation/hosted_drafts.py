@@ -30,7 +30,7 @@ class HostDrafter(PacedDrafter):
         if not drafter.fits(self._slot) or drafted.check(DRAFTS) is None:
             return []
         self.fresh, drafted.fresh = self.fresh or drafted.fresh, False
-        drafter.catch_up(self.text, self._slot)
+        self.fresh = drafter.catch_up(self.text, self._slot) or self.fresh
         found: list[int] = drafted.drafts.drafts.drafted[: drafter.propose(most)].tolist()
         return found
 

@@ -93,6 +93,7 @@ class NativeDrafter(PacedDrafter):
         """As of PacedDrafter."""
         found: list[int] = []
         given = self.missing()
+        self.fresh = self.fresh or len(given) > MAX_BATCH
         while len(found) < most:
             logits = self._run(given)
             if logits is None:

@@ -121,9 +121,16 @@ class CapturedRuntime(ModelRuntime):
         """Steps are those of the format that a call's cache asks for, or the recipe's; the lock must be held."""
         self._present_form = format_of_cache(cache, self._form)
 
-    def fused(self, model: nn.Module) -> tuple[FusedModel | None, list[int]]:
-        """The model's fused layers, if it has any, and the indices of layers with hooks, which must run as modules."""
-        if self.code.cache or not self._looked(model):
+    def fused(self, model: nn.Module, *, graphs: bool = False) -> tuple[FusedModel | None, list[int]]:
+        """The model's fused layers, if it has any, and the indices of layers with hooks, which must run as modules.
+
+        graphs: whether the caller may be capturing a graph of the call, after the same call without one.
+        """
+        if graphs and device_of(model).type == "cuda" and torch.cuda.is_current_stream_capturing():
+            known = self._watch is not None and self.captured.read
+            if not known or self.watch.stale() or self.watch.objection() is not None:
+                return None, []
+        elif self.code.cache or not self._looked(model):
             return None, []
         if not self.captured.read:
             self._fuse(model)

@@ -40,9 +40,9 @@ def options(**given: Any) -> dict[str, Any]:
     return {"generation_config": text, "continuous_batching_config": config, "warmup": False}
 
 
-def agrees(model: Any, prompt: list[int], found: list[int]) -> bool:
+def agrees(model: Any, prompt: list[int], found: list[int], near: float = NEAR) -> bool:
     """Whether tokens are those of generate() up to a first near tie."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=model.device)
     made = model.generate(
         ids, max_new_tokens=len(found), min_new_tokens=len(found), do_sample=False, return_dict_in_generate=True,
         output_logits=True,
@@ -50,7 +50,7 @@ def agrees(model: Any, prompt: list[int], found: list[int]) -> bool:
     for token, due, scores in zip(found, made.sequences[0, len(prompt) :].tolist(), made.logits, strict=True):
         if token != due:
             first, second = scores[0].topk(2).values.tolist()
-            return first - second < NEAR
+            return first - second < near
     return True
 
 

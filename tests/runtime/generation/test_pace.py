@@ -9,9 +9,11 @@ import pytest
 from accelpatch.runtime.generation.drafter import FIRST_WAIT, Limit, Pace
 
 
-def simulated(right: float, plain: float, draft: float, check: float, tokens: int, most: int = 5) -> tuple[float, Pace]:
+def simulated(
+    right: float, plain: float, draft: float, check: float, tokens: int, most: int = 5, seed: int = 1
+) -> tuple[float, Pace]:
     """(times as fast as plain steps over so many tokens, the Pace). Times in any unit; check: beyond a plain step's."""
-    draw, pace, made, spent = random.Random(1), Pace(), 0, 0.0
+    draw, pace, made, spent = random.Random(seed), Pace(), 0, 0.0
     while made < tokens:
         drafts = pace.next(most)
         accepted = 0
@@ -47,6 +49,19 @@ def test_they_are_tried_again_and_come_back() -> None:
         if drafts == 5:
             return
     raise AssertionError("they were not tried again")
+
+
+def test_a_bad_start_does_not_end_drafts_that_pay() -> None:
+    rates = sorted(simulated(0.7, 1.0, 0.2, 0.35, 700, seed=seed)[0] for seed in range(100))
+    assert rates[10] > 1.1
+
+
+def test_drafts_go_on_after_a_trial_that_was_mostly_right() -> None:
+    _, pace = simulated(0.0, 1.0, 0.1, 0.3, 100)
+    while not pace.next(5):
+        pace.record(0, 0, 1.0)
+    pace.record(pace.next(5), 2, None)  # three drafts, after a wait: their time has that of catching up in it
+    assert pace.next(5) > 0
 
 
 def test_the_schedules() -> None:
