@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from scripts.benchmarks.engines import ids_of, plain
+from scripts.benchmarks.engines import SHAPES, ids_of, plain
 
 Call = Callable[[Any], Any]
 #: batch x ids of the calls model(ids)
@@ -62,71 +61,6 @@ PATHS: dict[str, Call] = {
     "output_scores": generating(return_dict_in_generate=True, output_scores=True),
     "hidden states": generating(return_dict_in_generate=True, output_hidden_states=True),
 }  # fmt: skip
-
-
-def whisper(size: int, layers: int, heads: int, mels: int, vocabulary: int) -> dict[str, Any]:
-    """A Whisper of so many layers in the encoder and in the decoder."""
-    each = {"layers": layers, "attention_heads": heads, "ffn_dim": 4 * size}
-    parts = {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in each.items()}
-    return {"d_model": size, "num_mel_bins": mels, "vocab_size": vocabulary, "pad_token_id": 0, **parts}
-
-
-_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-_T5 = {"vocab_size": 32128, "pad_token_id": 0, "decoder_start_token_id": 0, "d_kv": 64}
-_MARIAN = {"vocab_size": 58101, "d_model": 512, "encoder_ffn_dim": 2048, "decoder_ffn_dim": 2048, "encoder_layers": 6,
-           "decoder_layers": 6, "encoder_attention_heads": 8, "decoder_attention_heads": 8, "pad_token_id": 58100,
-           "decoder_start_token_id": 58100, "activation_function": "swish", "max_position_embeddings": 512,
-           "scale_embedding": True}  # fmt: skip
-_ROPE = {"rope_type": "default", "rope_theta": 1e6}
-_VL = {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
-#: name -> (prefix of the configuration's class, of the model's, configuration)
-SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "BERT-base": ("Bert", "BertForMaskedLM", {}), "BERT-large": ("Bert", "BertModel", _LARGE),
-    "ViT-large": ("ViT", "ViTModel", _LARGE),
-    "Whisper-large-v3": ("Whisper", "WhisperForConditionalGeneration", whisper(1280, 32, 20, 128, 51866)),
-    "Whisper-base": ("Whisper", "WhisperForConditionalGeneration", whisper(512, 6, 8, 80, 51865)),
-    "Flan-T5-XL": ("T5", "T5ForConditionalGeneration", _T5 | {
-        "d_model": 2048, "d_ff": 5120, "num_layers": 24, "num_heads": 32, "tie_word_embeddings": False,
-        "feed_forward_proj": "gated-gelu"}),
-    "T5-small": ("T5", "T5ForConditionalGeneration", _T5 | {
-        "d_model": 512, "d_ff": 2048, "num_layers": 6, "num_heads": 8}),
-    "Marian": ("Marian", "MarianMTModel", _MARIAN),
-    "Qwen2.5-VL-3B": ("Qwen2_5_VL", "Qwen2_5_VLForConditionalGeneration", {
-        "text_config": _VL | {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
-                              "num_attention_heads": 16, "rope_parameters": _ROPE | {"mrope_section": [16, 24, 24]}},
-        "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
-                          "out_hidden_size": 2048}}),
-    "Qwen2.5-VL of 0.5B": ("Qwen2_5_VL", "Qwen2_5_VLForConditionalGeneration", {
-        "text_config": _VL | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-                              "num_attention_heads": 14, "rope_parameters": _ROPE | {"mrope_section": [8, 12, 12]}},
-        "vision_config": {"depth": 4, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4,
-                          "out_hidden_size": 896, "fullatt_block_indexes": [3]}}),
-}  # fmt: skip
-#: what --tiny changes
-TINY = {
-    "Bert": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96},
-    "Whisper": whisper(64, 2, 4, 16, 512) | {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3},
-    "T5": {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 512},
-    "Marian": {"d_model": 64, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_layers": 2, "decoder_layers": 2,
-               "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 512, "pad_token_id": 0,
-               "decoder_start_token_id": 0},
-}  # fmt: skip
-ENDLESS: dict[str, Any] = {"eos_token_id": None, "forced_eos_token_id": None, "suppress_tokens": None,
-                           "begin_suppress_tokens": None}  # fmt: skip
-
-
-def made(shape: str, asked: argparse.Namespace) -> Any:
-    """The model, with random weights, made on the device; no token ends a text."""
-    prefix, name, config = SHAPES[shape]
-    config = config | (TINY[prefix if prefix != "ViT" else "Bert"] if asked.tiny else {})
-    torch.manual_seed(0)
-    with torch.device(asked.device):
-        made = getattr(transformers, f"{prefix}Config")(**config)
-        model = getattr(transformers, name)._from_config(made, dtype=getattr(torch, asked.dtype)).eval()
-    if model.can_generate():
-        model.generation_config.update(**ENDLESS)
-        model.config.forced_eos_token_id = None
-    return model
 
 
 class Input:
@@ -211,7 +145,7 @@ class Text:
         given = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, **self.options}
         ids = Input(lambda draw: torch.randint(5, 500, (self.rows, prompt), generator=draw))
         mask = Input(lambda draw: torch.ones(self.rows, prompt, dtype=torch.int64))
-        mels = SHAPES[self.shape][2].get("num_mel_bins")
+        mels = SHAPES[self.shape]["config"].get("num_mel_bins")
         sound = Input(lambda draw: torch.randn(self.rows, mels, 3000, generator=draw))
         if mels:
             return lambda model: model.generate(input_features=sound.on(model)[:, : model.config.num_mel_bins], **given)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from accelpatch.bench.timing import once
 from scripts.benchmarks import call_models
-from scripts.benchmarks.call_models import NEW, OTHERS, PATHS, SIZES, TEXTS, Call, made
-from scripts.benchmarks.engines import STOCK, freed, in_turn, patched, plain, random_model, turns
+from scripts.benchmarks.call_models import NEW, OTHERS, PATHS, SIZES, TEXTS, Call
+from scripts.benchmarks.engines import STOCK, freed, in_turn, patched, plain, random_model, shaped, turns
 from scripts.benchmarks.harness import TINY, Option, Table, Topic, cases, common
 
 WARM_UP = 3  # calls
@@ -69,7 +69,7 @@ def paths(asked: argparse.Namespace) -> Found:
         rows += timed(random_model(asked), calls | {name: PATHS[name] for name in asked.cases if name != "ids"}, asked)
     for name in asked.others:
         shape, calls = OTHERS[name]
-        rows += timed(made(shape, asked), {f"{shape}, {what}": call for what, call in calls.items()}, asked)
+        rows += timed(shaped(shape, asked), {f"{shape}, {what}": call for what, call in calls.items()}, asked)
     return {"rows": rows}
 
 
@@ -81,7 +81,7 @@ def encoder_decoder(asked: argparse.Namespace) -> Found:
         calls, first = (
             {name: text.call(asked.prompt, new) for name, text in texts.items()} for new in (asked.tokens, 1)
         )
-        rows += timed(made(shape, asked), calls, asked, first=first)
+        rows += timed(shaped(shape, asked), calls, asked, first=first)
     return {"rows": rows}
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import json
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import accelpatch
 from accelpatch.bench.generate import generate
@@ -25,8 +27,10 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 How = Callable[[Any, Tensor, int], object]
 STOCK = "unpatched"
-SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 16}  # fmt: skip
+#: name -> class, configuration, what --tiny changes of it
+SHAPES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "shapes.json").read_text())
+ENDLESS: dict[str, Any] = {"eos_token_id": None, "forced_eos_token_id": None, "suppress_tokens": None,
+                           "begin_suppress_tokens": None}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -64,14 +68,27 @@ class Taken:
     memory: dict[str, float] = field(default_factory=dict)
 
 
+def shaped(shape: str | dict[str, Any], asked: argparse.Namespace, **changes: Any) -> Any:
+    """A model of a shape, or of the name of one, with random weights, made on the device; no token ends a text."""
+    shape = SHAPES[shape] if isinstance(shape, str) else shape
+    kind: Any = getattr(transformers, shape["class"])
+    config = shape["config"] | changes | (shape.get("tiny", {}) if asked.tiny else {})
+    torch.manual_seed(0)
+    with torch.device(asked.device):
+        dtype = getattr(torch, getattr(asked, "dtype", "float32" if asked.tiny else "bfloat16"))
+        model = kind._from_config(kind.config_class(**config), dtype=dtype).eval()
+    if model.can_generate():
+        model.generation_config.update(**ENDLESS)
+        model.config.forced_eos_token_id = None
+    return model
+
+
 def random_model(asked: argparse.Namespace, *, dtype: torch.dtype | None = None, endless: bool = True) -> Any:
     """The model of --model, or with --tiny a small one on the CPU. endless: it knows of no token that ends a text."""
     if getattr(asked, "tiny", False):
-        torch.manual_seed(0)
-        made: Any = LlamaForCausalLM(LlamaConfig(**SMALL)).to(asked.device).eval()
-    else:
-        dtype = dtype or getattr(torch, getattr(asked, "dtype", "bfloat16"))
-        made = load.random(asked.model, dtype=dtype, device=asked.device)
+        return shaped("llama", asked)
+    dtype = dtype or getattr(torch, getattr(asked, "dtype", "bfloat16"))
+    made: Any = load.random(asked.model, dtype=dtype, device=asked.device)
     if endless:
         made.generation_config.eos_token_id = None
     return made

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
 
 import accelpatch
 from accelpatch.bench.read_limit import read_limit
@@ -24,30 +23,14 @@ from accelpatch.kernels.layouts import expert_tiles
 from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.ops.experts import experts
 from accelpatch.kernels.ops.experts.cases import in_tiles, of_random
-from scripts.benchmarks.engines import STOCK, Engine, patched, stock, turns
+from scripts.benchmarks.engines import SHAPES, STOCK, Engine, patched, shaped, stock, turns
 from scripts.benchmarks.harness import TINY, Case, Option, Table, cases, common
 from scripts.benchmarks.kernels import check, implementations, timed
 from scripts.benchmarks.rates import Rates
 
 Size = tuple[int, int, int, int]
-COMMON = {"vocab_size": 32000, "max_position_embeddings": 4096, "tie_word_embeddings": False, "eos_token_id": None}
-#: shape -> (class, configuration besides the number of layers, (E, H, I, k))
-SHAPES: dict[str, tuple[str, dict[str, Any], Size]] = {
-    "mixtral": ("Mixtral", {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-                            "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
-                (8, 4096, 14336, 2)),
-    "qwen3_moe": ("Qwen3Moe", {"hidden_size": 2048, "moe_intermediate_size": 768, "num_attention_heads": 32,
-                               "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "norm_topk_prob": True,
-                               "num_experts_per_tok": 8, "intermediate_size": 6144}, (128, 2048, 768, 8)),
-    "gpt_oss": ("GptOss", {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
-                           "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
-                           "num_experts_per_tok": 4}, (32, 2880, 2880, 4)),
-    "small": ("Mixtral", {"hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 16,
-                          "num_key_value_heads": 4, "num_local_experts": 8, "num_experts_per_tok": 2},
-              (8, 1024, 3584, 2)),
-}  # fmt: skip
-SMALL = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512}  # fmt: skip
+#: experts, width, inner width, experts of a token
+EXPERTS: dict[str, Size] = {name: tuple(shape["experts"]) for name, shape in SHAPES.items() if "experts" in shape}
 #: how experts hold weights: bits, values that share a scale (0: a row), codes of a codebook, whether in tiles
 KINDS = {
     "floats": (16, 0, "", False), "int8": (8, 0, "", False),
@@ -60,7 +43,7 @@ CHECKED = (8, 1024, 512, 2)  # the size of the layer whose numbers are checked
 TOKENS = (1, 4, 16, 32, 128, 512)
 AGAIN = f"{STOCK} again"
 OPTIONS = (
-    Option("shapes", ["mixtral", "qwen3_moe"], "Shapes of the models.", SHAPES),
+    Option("shapes", ["mixtral", "qwen3_moe"], "Shapes of the models.", EXPERTS),
     cases([Case(1, 128), Case(32, 128), Case(1, 512, 1)]),
     *common(device="cuda", dtype="bfloat16", recipes=["exact", "int8", "int4"], repeats=5),
     Option("layers", 8, "Layers of a model."),
@@ -116,7 +99,7 @@ def kernels(asked: argparse.Namespace, limit: float) -> list[dict[str, Any]]:
     device, dtype = torch.device(asked.device), getattr(torch, asked.dtype)
     printed = Table("the experts of one layer; shares of the read limit")
     for shape, kind in itertools.product(asked.shapes, asked.kinds):
-        size = (8, 256, 128, 2) if asked.tiny else SHAPES[shape][2]
+        size = (8, 256, 128, 2) if asked.tiny else EXPERTS[shape]
         weights = weights_of(size, kind, device, dtype, bias=shape in GATES)
         if isinstance(weights, str):
             print(f"{shape}, {kind}: {weights}", flush=True)
@@ -135,12 +118,8 @@ def kernels(asked: argparse.Namespace, limit: float) -> list[dict[str, Any]]:
 
 def engine(shape: str, recipe: str, asked: argparse.Namespace) -> Engine:
     """A model by a recipe, or by stock transformers; its bytes are what a token needs."""
-    prefix, config, _ = SHAPES[shape]
-    config = COMMON | config | {"num_hidden_layers": asked.layers} | (SMALL if asked.tiny else {})
-    kind, made = getattr(transformers, f"{prefix}ForCausalLM"), getattr(transformers, f"{prefix}Config")(**config)
-    torch.manual_seed(0)
-    with torch.device(asked.device), torch.no_grad():
-        model = kind._from_config(made, dtype=getattr(torch, asked.dtype)).eval()
+    model = shaped(shape, asked, num_hidden_layers=asked.layers)
+    with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)

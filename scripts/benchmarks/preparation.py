@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import accelpatch
 from accelpatch import api
@@ -28,7 +27,7 @@ from accelpatch.models import load as loading
 from accelpatch.patching.extent import LEVELS
 from accelpatch.runtime.code_watch import CODE
 from accelpatch.runtime.watch import Watch
-from scripts.benchmarks.engines import SMALL, allocated, freed, in_turn, random_model, turns
+from scripts.benchmarks.engines import allocated, freed, in_turn, random_model, shaped, turns
 from scripts.benchmarks.harness import ROOT, TINY, Case, Option, Table, Topic, cases, common, table
 
 Found = dict[str, Any]
@@ -163,7 +162,8 @@ def checkpoint(asked: argparse.Namespace) -> Found:
 
 def checks(asked: argparse.Namespace) -> Found:
     """Microseconds of a look and of a check, in a Llama of small layers: only the number of modules matters."""
-    model = LlamaForCausalLM(LlamaConfig(**SMALL | {"num_hidden_layers": asked.layers})).eval()
+    given = argparse.Namespace(tiny=True, device="cpu")
+    model = shaped("llama", given, num_hidden_layers=asked.layers)
     accelpatch.patch(model, "exact", verify=False)
     code, watch = vars(model)[CODE], Watch(model)
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 from accelpatch.bench import plot
@@ -22,7 +21,7 @@ from accelpatch.kernels import choice, dispatch
 from accelpatch.models.family import FAMILIES
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from scripts.benchmarks import products
-from scripts.benchmarks.engines import STOCK, Engine, patched, plain, random_model, stock, turns
+from scripts.benchmarks.engines import SHAPES, STOCK, Engine, patched, plain, random_model, shaped, stock, turns
 from scripts.benchmarks.harness import PLOT, TINY, Case, Option, Topic, bars, cases, common
 from scripts.benchmarks.rates import Rates
 
@@ -134,34 +133,16 @@ def opt_model(name: str, asked: argparse.Namespace) -> Any:
     return model
 
 
-WIDTHS: dict[str, Any] = {
-    "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32,
-    "head_dim": 128, "vocab_size": 32000, "tie_word_embeddings": False, "max_position_embeddings": 4096,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-}  # fmt: skip
-NARROW = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4,
-          "head_dim": 16, "vocab_size": 512}  # fmt: skip
-PLAIN = {"intermediate_size": 16512}  # of MLPs without a gate: 3/2 of the inner width are the bytes of three matrices
-MORE: dict[str, dict[str, Any]] = {
-    "glm": {"partial_rotary_factor": 0.5}, "glm4": {"partial_rotary_factor": 0.5},
-    "gpt_neox": PLAIN, "phi": PLAIN, "starcoder2": PLAIN | {"sliding_window": None},
-    "gpt2": {"n_embd": 4096, "n_head": 32, "n_inner": 16512, "n_positions": 4096},
-    "opt": {"ffn_dim": 16512, "word_embed_proj_dim": 4096},
-}  # fmt: skip
 FUSED = [one.name for one in FAMILIES if one.layer and one.name not in ("mixtral", "qwen3_moe")]  # with dense layers
 FIRST, BY_MODULES = "llama", "one layer by modules"
 
 
 def family_model(name: str, asked: argparse.Namespace) -> Any:
     """A model of a family with random weights, made on the device."""
-    family = next(one for one in FAMILIES if one.name == name)
-    prefix = family.classes + ("Text" if name == "gemma3" else "")
-    sizes = WIDTHS | {"num_hidden_layers": asked.layers} | MORE.get(name, {}) | (NARROW if asked.tiny else {})
-    config = getattr(transformers, f"{prefix}Config")(**sizes)
-    torch.manual_seed(0)
-    kind = getattr(transformers, f"{family.classes}{'LMHeadModel' if name == 'gpt2' else 'ForCausalLM'}")
-    with torch.device(asked.device):
-        return kind._from_config(config, dtype=torch.float32 if asked.tiny else torch.bfloat16).eval()
+    prefix = next(one for one in FAMILIES if one.name == name).classes
+    shape, suffix = SHAPES["families"], "LMHeadModel" if name == "gpt2" else "ForCausalLM"
+    widths = shape["more"].get(name, {}) | {"num_hidden_layers": asked.layers}
+    return shaped(shape | {"class": f"{prefix}{suffix}"}, asked, **widths)
 
 
 def families(asked: argparse.Namespace) -> Found:
