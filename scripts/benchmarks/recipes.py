@@ -133,7 +133,8 @@ def opt_model(name: str, asked: argparse.Namespace) -> Any:
     return model
 
 
-FUSED = [one.name for one in FAMILIES if one.layer and one.name not in ("mixtral", "qwen3_moe")]  # with dense layers
+EXPERTS = ("mixtral", "olmoe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")  # bench.py experts has them
+FUSED = [one.name for one in FAMILIES if one.layer and one.name not in EXPERTS and "_vl_" not in one.name]
 FIRST, BY_MODULES = "llama", "one layer by modules"
 
 
