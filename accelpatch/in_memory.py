@@ -26,7 +26,7 @@ from accelpatch.patching.evaluation import WINDOW, Evaluation, compare
 from accelpatch.patching.extent import QUICK, Extent, level_of
 from accelpatch.patching.harness import Score
 from accelpatch.patching.match import unwrapped
-from accelpatch.patching.patchable import check_module, check_patchable
+from accelpatch.patching.patchable import check_module, check_patchable, samples_of
 from accelpatch.patching.plan import Plan
 from accelpatch.patching.request import Request
 from accelpatch.pipeline import carry_out, compiled, computed_by, plan_of, writing
@@ -99,7 +99,7 @@ def save_statistics(statistics: Statistics, file: str | Path) -> None:
 
 
 def patch(
-    model: Model, recipe: AnyRecipe = "int8", *, inputs: Sequence[Mapping[str, Any]] | None = None,
+    model: Model, recipe: AnyRecipe = "int8", *, inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     device: Device | None = None, keep_original: str = "cpu", verify: bool | str = True,
     statistics: Statistics | str | Path | None = None, data: Any = None, tokenizer: Any = None,
     progress: Progress | bool | None = None, resume: Path | None = None, parallel: str | None = None,
@@ -107,8 +107,8 @@ def patch(
     """Replace modules of `model` in place as `recipe` says, and return it; on an error nothing is changed.
 
     recipe: a bundled one's name, the path of a YAML file, a mapping of what such a file holds, or a Recipe. inputs:
-    samples for verification, each the keyword arguments of one call; default: small ones made from the model's
-    configuration (if it accepts none of those, nothing is verified, with a warning). keep_original: "cpu" keeps the
+    samples for verification, each the keyword arguments of one call, or one alone; default: small ones made from the
+    model's configuration (if it accepts none, nothing is verified, with a warning). keep_original: "cpu" keeps the
     original weights in host memory for `unpatch`, "none" frees them. verify: compare replacements with their references
     and their originals, and the whole model before and after; how much, says patching/extent.py: True or "auto",
     "full", "quick", False or "off". statistics: of `calibrate`, or a file of them, for recipes that need some. data,
@@ -121,6 +121,7 @@ def patch(
     if keep_original not in KEEP_ORIGINAL:
         raise PatchError(f"keep_original is {keep_original!r}; it is one of {', '.join(KEEP_ORIGINAL)}")
     check_module(model)
+    samples = samples_of(inputs)
     given, model, extent = model, unwrapped(model), Extent(level_of(verify))
     check_patchable(model, placement_of(model))
     wanted = recipes.load(recipe)
@@ -129,7 +130,7 @@ def patch(
         watch = Stopwatch(shown)
         planned = compiled(plan(model, wanted, device=device), watch)
         request = Request(
-            planned, watch, inputs, keep_original, extent, save=save, statistics=statistics,
+            planned, watch, samples, keep_original, extent, save=save, statistics=statistics,
             placement=placement_of(model), data=data, tokenizer=tokenizer, resume=resume,
         )  # fmt: skip
         carry_out(model, request)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from accelpatch.errors import ArgumentError, PatchError
 from accelpatch.patching.apply import HANDLE, PATH
@@ -19,6 +20,19 @@ def check_module(model: Any) -> None:
     if isinstance(getattr(model, "model", None), nn.Module):
         advice = "give its .model"
     raise ArgumentError(f"the model is {model!r:.80}, and no torch.nn.Module: {advice}")
+
+
+def samples_of(inputs: Any) -> Sequence[Mapping[str, Any]] | None:
+    """The samples that a caller gave: one, several or none. Raises ArgumentError."""
+    if inputs is None or isinstance(inputs, Mapping):
+        return inputs if inputs is None else [inputs]
+    found = [] if isinstance(inputs, (str, Tensor)) else list(inputs) if isinstance(inputs, Iterable) else []
+    if not found or not all(isinstance(one, Mapping) for one in found):
+        raise ArgumentError(
+            f"inputs is of type {type(inputs).__name__}; it takes a list of samples, each the keyword arguments of one "
+            "call of the model by name, such as [tokenizer(text, return_tensors='pt')]"
+        )
+    return found
 
 
 def check_patchable(model: nn.Module, placement: Placement = WHOLE) -> None:

@@ -91,6 +91,16 @@ def test_four_ranks_with_copies_of_key_heads(ended: dict[str, ranks.Ended]) -> N
     assert "a multiple of none of the group sizes [128, 64, 32] (on another rank)" in rounded[0]["report"]
 
 
+@pytest.mark.nightly
+def test_eight_ranks(tmp_path: Path) -> None:
+    ended = ranks.run(tmp_path, [("eight", 8)])["eight"]
+    assert ended.statuses == [0] * 8, ended.errors
+    assert_like_the_whole(ended.results, "exact")
+    assert_like_the_whole(ended.results, "int8")
+    for rank, one in enumerate(ended.results):
+        assert f"key heads {rank // 2} to {rank // 2}," in one["exact"]["report"]
+
+
 def test_sampling_is_that_of_rank_0(ended: dict[str, ranks.Ended]) -> None:
     first, second = ended["sampled"].results
     assert first["ranks"] == second["ranks"] == first["whole"]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import BatchEncoding, DynamicCache, StaticCache
 
 import accelpatch
+from accelpatch.errors import ArgumentError
 from accelpatch.models.inputs import sample_inputs
 from tests.models.test_class_rules import build
 from tests.support.simulated import logits
@@ -137,3 +138,17 @@ def test_a_context_shorter_than_the_made_inputs() -> None:
     model = CAUSAL["gpt2"].make(n_positions=8)
     accelpatch.patch(model, "int8")
     assert model.accelpatch.report().verification.failures == []
+
+
+def test_a_single_sample_is_one() -> None:
+    model = CAUSAL["llama"].make()
+    accelpatch.patch(model, "exact", inputs={"input_ids": torch.tensor([[3, 4, 5]])})
+    assert model.accelpatch.report().verification.failures == []
+
+
+@pytest.mark.parametrize("inputs", [torch.tensor([[1, 2]]), "a text", [1, 2], [], 7])
+def test_what_is_no_sample_is_refused(inputs: Any) -> None:
+    model = CAUSAL["llama"].make()
+    with pytest.raises(ArgumentError, match="it takes a list of samples"):
+        accelpatch.patch(model, "exact", inputs=inputs)
+    assert not hasattr(model, "accelpatch")

@@ -65,9 +65,11 @@ def greedy(model: Any, rows: int = 3, **options: Any) -> list[list[int]]:
     return found
 
 
-def compared(name: str, recipe: Any, rows: int = 3, **options: Any) -> dict[str, Any]:
+def compared(
+    name: str, recipe: Any, rows: int = 3, shape: dict[str, int] | None = None, **options: Any
+) -> dict[str, Any]:
     """A split model beside the whole one, both patched: relative difference of logits, and the tokens of some rows."""
-    whole: Any = (CAUSAL.get(name) or EXPERTS[name]).make()
+    whole: Any = (CAUSAL.get(name) or EXPERTS[name]).make(**shape or {})
     parted = copy.deepcopy(whole)
     accelpatch.patch(whole, recipe, progress=False, verify=False)
     tp(parted, recipe, **options)
@@ -108,6 +110,12 @@ def fused(rank: int, world: int) -> Any:
 def four(rank: int, world: int) -> Any:
     """Four ranks, two key heads: each of them on two ranks; 96 inner columns are three groups of 32, cut in 16s."""
     return {"exact": compared("llama", "exact"), "int4": compared("llama", "int4", verify="quick")}
+
+
+def eight(rank: int, world: int) -> Any:
+    """Eight ranks, four key heads: each of them on two ranks; 352 inner columns are 11 groups of 32, or 44 for each."""
+    shape = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 8, "num_key_value_heads": 4}
+    return {name: compared("llama", RECIPES[name], shape=shape, verify=False) for name in ("exact", "int8")}
 
 
 def sampled(rank: int, world: int) -> Any:
