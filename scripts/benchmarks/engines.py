@@ -154,14 +154,17 @@ def introduce(engine: Engine) -> None:
 
 
 def among_the_best(engine: Engine, ids: Tensor, new: int = 8) -> bool:
-    """Whether each token of a patched model's steps is, by its own modules and no cache, the best one or as good."""
+    """Whether each token of a patched model's steps is, by its own modules and no cache, the best one or as good.
+
+    Of random weights a wrong one is some four standard deviations of the logits off, which roundings never are.
+    """
     with torch.inference_mode():
         tokens = generate(engine.model, ids, new)
         logits = engine.model(tokens[:, :-1], use_cache=False).logits[:, ids.shape[1] - 1 :].float()
     chosen = logits.gather(-1, tokens[:, ids.shape[1] :, None])[..., 0]
     gap = float(((logits.max(-1).values - chosen) / logits.std(-1)).max())
     print(f"{engine.name}: tokens of steps are within {gap:.3f} standard deviations of the best", flush=True)
-    return gap < 0.1
+    return gap < 0.25
 
 
 def allocated(device: torch.device | str, *, peak: bool = False) -> float | None:

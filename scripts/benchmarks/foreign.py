@@ -42,6 +42,8 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     "nvfp4": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
     "fp8 blocks": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
 }  # fmt: skip
+NF4 = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": "bfloat16", "nested_blocksize": NESTED,
+       "nested_dtype": "float32", "nested_offset": 0.04}  # fmt: skip
 OPTIONS = (
     *common(model="llama2-7b", device="cuda", repeats=5), cases(CONFIGS, "Kinds of checkpoints."),
     Option("layers", None, "Fewer layers than the model has.", kind=int),
@@ -104,8 +106,7 @@ def parts_of(kind: str, path: str, n: int, k: int, generator: torch.Generator) -
         yield "qzeros", torch.full((k // GROUP, n // 8), 0x78787878, dtype=torch.int32, **here)
         yield "scales", uniform(0.002, 0.004, k // GROUP, n).half()
     elif kind == "nf4":
-        state = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": "bfloat16", "shape": [n, k],
-                 "nested_blocksize": NESTED, "nested_dtype": "float32", "nested_offset": 0.04}  # fmt: skip
+        state = NF4 | {"shape": [n, k]}
         yield "weight", words(n * k // 8, 1, torch.uint8).view(-1, 1)
         yield "weight.absmax", words(1, -(-n * k // BLOCK // 4), torch.uint8).flatten()[: n * k // BLOCK]
         yield "weight.quant_map", torch.tensor(CODEBOOKS["nf4"])

@@ -60,20 +60,24 @@ class Rates(Table):
         for make in makers:
             freed()
             engine = make()
-            self.add(*(self.row(case, engine, _measured(engine, case, repeats, warmup, self._short)) for case in cases))
+            weights = allocated(engine.device)
+            taken = {case: _measured(engine, case, repeats, warmup, self._short, weights) for case in cases}
+            self.add(*(self.row(case, engine, one) for case, one in taken.items()))
             handle = getattr(engine.model, "accelpatch", None)
             if handle is not None:
                 print(f"  {engine.name}: {dict(handle.report().paths)}", flush=True)
             del engine, handle
 
 
-def _measured(engine: Engine, case: Case, repeats: int, warmup: int, short: int) -> Taken:
-    """What an engine that is alone took, with the memory of weights, and at the peak."""
-    ids, weights = case.ids(engine.model), allocated(engine.device)
-    if weights is None:
-        return answers({"": engine}, ids, case.new, repeats, warmup, short)[""]
-    torch.cuda.reset_peak_memory_stats(engine.device)
+def _measured(engine: Engine, case: Case, repeats: int, warmup: int, short: int, weights: float | None) -> Taken:
+    """What an engine that is alone took, and the memory at the peak of its calls but the first; weights: their GB."""
+    ids = case.ids(engine.model)
+    engine.call(ids, 1)
+    if weights is not None:
+        torch.cuda.reset_peak_memory_stats(engine.device)
     found = answers({"": engine}, ids, case.new, repeats, warmup, short)[""]
+    if weights is None:
+        return found
     peak, cache = allocated(engine.device, peak=True) or 0.0, case.batch * case.prompt * cached_bytes(engine.model)
     memory = {"weights, GB": weights, "peak, GB": peak, "beyond weights and cache, GB": peak - weights - cache / 1e9}
     return replace(found, memory=memory)
