@@ -87,8 +87,7 @@ def parts_of(kind: str, path: str, n: int, k: int, generator: torch.Generator) -
     here: Any = {"device": generator.device}
 
     def words(rows: int, columns: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        limit = 2**31
-        made = torch.randint(-limit, limit, (rows, columns), generator=generator, dtype=torch.int32, **here)
+        made = torch.randint(-(2**31), 2**31, (rows, columns), generator=generator, dtype=torch.int32, **here)
         return made.view(dtype)
 
     def uniform(low: float, high: float, *size: int) -> Tensor:
@@ -106,13 +105,12 @@ def parts_of(kind: str, path: str, n: int, k: int, generator: torch.Generator) -
         yield "qzeros", torch.full((k // GROUP, n // 8), 0x78787878, dtype=torch.int32, **here)
         yield "scales", uniform(0.002, 0.004, k // GROUP, n).half()
     elif kind == "nf4":
-        state = NF4 | {"shape": [n, k]}
+        text = list(json.dumps(NF4 | {"shape": [n, k]}).encode())
         yield "weight", words(n * k // 8, 1, torch.uint8).view(-1, 1)
         yield "weight.absmax", words(1, -(-n * k // BLOCK // 4), torch.uint8).flatten()[: n * k // BLOCK]
         yield "weight.quant_map", torch.tensor(CODEBOOKS["nf4"])
         yield "weight.nested_absmax", torch.full((-(-n * k // BLOCK // NESTED),), 0.02)
         yield "weight.nested_quant_map", torch.linspace(-1, 1, 256)
-        text = list(json.dumps(state).encode())
         yield "weight.quant_state.bitsandbytes__nf4", torch.tensor(text, dtype=torch.uint8)
     elif kind == "nvfp4":
         yield "weight", words(n, k // 8, torch.uint8)
