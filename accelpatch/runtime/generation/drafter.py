@@ -118,8 +118,8 @@ class Pace:
             self._rest()
         elif self._resting:  # the text is another one by now: what is known of drafts before the wait counts little
             self._resting = False
-            share = RESUMED / (self._right + self._wrong)
-            self._right, self._wrong = accepted + self._right * share, wrong + self._wrong * share
+            weight = RESUMED / (self._right + self._wrong)
+            self._right, self._wrong = accepted + self._right * weight, wrong + self._wrong * weight
         if not wrong:
             self._wait = FIRST_WAIT
 
