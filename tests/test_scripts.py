@@ -7,6 +7,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -181,3 +182,20 @@ def test_every_script_that_is_named_is_there() -> None:
     named = {found for file in files for found in re.findall(r"\bscripts/[\w/]+\.\w+", file.read_text())}
     assert len(named) > 10
     assert sorted(name for name in named if not (ROOT / name).is_file()) == []
+
+
+def test_commands_of_docs_are_understood(parsers: list[argparse.ArgumentParser]) -> None:
+    """Each command of the benchmarks that a page shows: its topic, options and cases."""
+    found = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = page.read_text().replace("\\\n", " ")
+        blocks = re.findall(r"^(?:\w+=\S+ )?python scripts/bench\.py (.+)$", text, re.MULTILINE)
+        found += [
+            *blocks,
+            *(" ".join(one.split()) for one in re.findall(r"`python\s+scripts/bench\.py ([^`]+)`", text)),
+        ]
+    assert len(found) > 30
+    for command in found:
+        words = shlex.split(command, comments=True)
+        if words[0] != "TOPIC":
+            assert BENCH["arguments"](words).topic == words[0]
