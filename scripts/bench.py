@@ -11,6 +11,7 @@ import json
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -46,6 +47,23 @@ TOPICS = {
 }
 
 
+#: topic -> its module, where that has another name
+MODULES = dict.fromkeys(("smoothquant", "fp8", "prompt", "opt", "families"), "recipes")
+MODULES |= dict.fromkeys(("patch", "start", "checkpoint", "checks", "train"), "preparation")
+MODULES |= dict.fromkeys(("paths", "encoder_decoder", "compiled"), "calls") | {"kv_cache": "attention"}
+MODULES |= dict.fromkeys(("lookup", "drafts"), "speculation")
+
+
+def topic_of(name: str) -> Any:
+    """Text, options and run of a topic, whose module is imported here."""
+    module = import_module(f"scripts.benchmarks.{MODULES.get(name, name)}")
+    if name in (found := getattr(module, "TOPICS", {})):
+        return found[name]
+    from scripts.benchmarks.harness import Topic
+
+    return Topic(module.__doc__ or "", module.OPTIONS, module.run)
+
+
 def arguments(words: list[str]) -> argparse.Namespace:
     """The command line; only the topic that it names is imported."""
     raw = argparse.RawDescriptionHelpFormatter
@@ -54,9 +72,9 @@ def arguments(words: list[str]) -> argparse.Namespace:
     for name, about in TOPICS.items():
         one = topics.add_parser(name, help=about, formatter_class=raw)
         if words[:1] == [name]:
-            topic = import_module(f"scripts.benchmarks.{name}")
-            one.description = topic.__doc__
-            for option in topic.OPTIONS:
+            topic = topic_of(name)
+            one.description = topic.text
+            for option in topic.options:
                 option.add(one)
             one.add_argument("--json", type=Path, metavar="FILE", help="Write the facts of the run and all figures.")
             one.set_defaults(run=topic.run)

@@ -7,10 +7,10 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,7 +20,8 @@ ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "scripts"
 PROGRAMS = sorted(path.name for path in SCRIPTS.glob("*.py"))
 NEEDS = {"triton_gate.py": "triton", "draw_step.py": "matplotlib"}
-TOPICS = list(runpy.run_path(str(SCRIPTS / "bench.py"))["TOPICS"])
+BENCH = runpy.run_path(str(SCRIPTS / "bench.py"))
+TOPICS = list(BENCH["TOPICS"])
 SUBCOMMANDS = {"check_kernels.py": ["all", "gemv", "rows"], "bench.py": TOPICS}
 PAGES = [(name, ()) for name in PROGRAMS] + [(name, (word,)) for name, words in SUBCOMMANDS.items() for word in words]
 
@@ -121,28 +122,35 @@ def test_run_by_its_path(name: str, word: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("topic", TOPICS)
 def test_the_table_of_cases_of_a_topic(topic: str) -> None:
     """It is built without a GPU, and what is asked for by default is of it; a case is what its words say."""
-    module = import_module(f"scripts.benchmarks.{topic}")
-    assert len(module.CASES)
-    options = {option.name: option for option in module.OPTIONS}
-    assert len(options) == len(module.OPTIONS)
-    for case in options["cases"].default if "cases" in options else ():
-        assert case in module.CASES
-        assert (type(case)).read(str(case)) == case if hasattr(case, "read") else isinstance(case, str)
+    found = BENCH["topic_of"](topic)
+    options = {option.name: option for option in found.options}
+    assert len(options) == len(found.options) > 0
+    assert found.text
+    for option in options.values():
+        many = option.default if isinstance(option.default, list | tuple) else []
+        assert set(many) <= set(option.choices or many)
+        assert all(type(case).read(str(case)) == case for case in many if hasattr(case, "read"))
 
 
 def test_turns_and_their_ratios() -> None:
     """Turns that warm up do not count, the order may change from turn to turn; rates are of all sequences together."""
-    from scripts.benchmarks.engines import Taken, figures, in_turn
+    from scripts.benchmarks.engines import Engine, Taken, in_turn
     from scripts.benchmarks.harness import Case
+    from scripts.benchmarks.rates import Rates
 
     order: list[str] = []
     calls = {name: (lambda name=name: order.append(name) or len(order)) for name in ("a", "b")}
     assert in_turn(calls, repeats=2, warmup=1, alternating=True) == {"a": [3, 6], "b": [4, 5]}
     assert order == ["b", "a", "a", "b", "b", "a"]
-    taken = {"a": Taken([0.2, 0.4], [0.1, 0.1]), "b": Taken([0.1, 0.2], [0.01, 0.01])}
-    one, other = figures(Case(8, 128, 64), taken, ["a"], limit=1e9, read={"a": 5e7, "b": 5e6})
+    table, case = Rates("", ["a"], limit=1e9), Case(8, 128, 64)
+    engines = [Engine(name, None, print, size, cached=1000) for name, size in (("a", 50_000_000), ("b", 5_000_000))]
+    taken = [Taken([0.2, 0.4], [0.1, 0.1]), Taken([0.1, 0.2], [0.01, 0.01])]
+    one, other = (table.row(case, engine, took) for engine, took in zip(engines, taken, strict=True))
     assert one["first token, ms"] == pytest.approx(300)
-    assert (other["tok/s"], other["ms a step"], other["share of its limit"]) == pytest.approx((800, 10, 0.5))
+    assert one["times a"] == 1
+    read = 5e6 + 8 * (128 + 65 / 2) * 1000
+    assert (other["tok/s"], other["ms a step"]) == pytest.approx((800, 10))
+    assert (other["GB a step"], other["share of its limit"]) == pytest.approx((read / 1e9, 100 * read / 1e9))
     assert (other["times a"], other["first token, times a"]) == pytest.approx((10, 2))
 
 
@@ -174,3 +182,20 @@ def test_every_script_that_is_named_is_there() -> None:
     named = {found for file in files for found in re.findall(r"\bscripts/[\w/]+\.\w+", file.read_text())}
     assert len(named) > 10
     assert sorted(name for name in named if not (ROOT / name).is_file()) == []
+
+
+def test_commands_of_docs_are_understood(parsers: list[argparse.ArgumentParser]) -> None:
+    """Each command of the benchmarks that a page shows: its topic, options and cases."""
+    found = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = page.read_text().replace("\\\n", " ")
+        blocks = re.findall(r"^(?:\w+=\S+ )?python scripts/bench\.py (.+)$", text, re.MULTILINE)
+        found += [
+            *blocks,
+            *(" ".join(one.split()) for one in re.findall(r"`python\s+scripts/bench\.py ([^`]+)`", text)),
+        ]
+    assert len(found) > 30
+    for command in found:
+        words = shlex.split(command, comments=True)
+        if words[0] != "TOPIC":
+            assert BENCH["arguments"](words).topic == words[0]

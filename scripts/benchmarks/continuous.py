@@ -1,8 +1,5 @@
 """Many requests at once through generate_batch: the original and patched models, and the same as one padded batch.
 
-    python scripts/bench.py continuous [--model NAME_OR_FOLDER] [--cases RECIPE ...] [--requests 16] [--prompt 32-256]
-        [--new 64] [--device cpu] [--repeats 3]
-
 Prompts are random ids whose lengths lie between the two numbers, and every request gets `--new` greedy tokens. Models
 take turns, each with a manager that it keeps (`persistent_manager`), as a server has one; with --no-kept each makes
 its own, with new pages and new graphs. The original runs with the attention that `--attention` names; on a GPU, give it
@@ -27,11 +24,10 @@ import accelpatch
 from scripts.benchmarks.engines import in_turn
 from scripts.benchmarks.harness import Option, common, device_of, table
 
-CASES = ("stock", "exact", "int8")  # recipes; stock: the original
 PAGE = 16
 OPTIONS = (
     *common(device="cpu", repeats=3),
-    Option("cases", CASES, "Recipes, and `stock` for the original."),
+    Option("cases", ("stock", "exact", "int8"), "Recipes, and `stock` for the original."),
     Option("model", "smollm2-135m", "A model's name or folder."),
     Option("requests", 16, "Requests at once."), Option("prompt", "32-256", "Shortest and longest prompt in tokens."),
     Option("new", 64, "Tokens to generate for each."),

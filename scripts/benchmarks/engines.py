@@ -5,61 +5,90 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import statistics
+import json
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import accelpatch
 from accelpatch.bench.generate import generate
-from accelpatch.bench.timing import once, synchronize
+from accelpatch.bench.timing import once, synchronize, timing
 from accelpatch.models import load
-from scripts.benchmarks.harness import Case, table
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 How = Callable[[Any, Tensor, int], object]
 STOCK = "unpatched"
-SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 16}  # fmt: skip
+#: name -> class, configuration, what --tiny changes of it
+SHAPES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "shapes.json").read_text())
+ENDLESS: dict[str, Any] = {"eos_token_id": None, "forced_eos_token_id": None, "suppress_tokens": None,
+                           "begin_suppress_tokens": None}  # fmt: skip
 
 
 @dataclass(eq=False)
 class Engine:
-    """call(ids, new): generates so many tokens. bytes: of weights a token reads. most: new tokens of a call at most."""
+    """call(ids, new): generates so many tokens. most: new tokens of a call at most.
+
+    bytes: of weights that a step reads. cached: of keys and values of a token, where they count too.
+    """
 
     name: str
     model: Any
     call: Callable[[Tensor, int], object]
     bytes: int = 0
     most: int = sys.maxsize
+    cached: int = 0
     seconds: dict[str, Any] = field(default_factory=dict)
     gigabytes: float | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """That of the model."""
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Seconds of the short answers of an engine, and of a step: what a long one takes beyond a short one, a token."""
+    """Seconds of the short answers of an engine, and of a step: what a long one takes beyond a short one, a token.
+
+    memory: gigabytes, by what they are.
+    """
 
     first: list[float]
     step: list[float]
+    memory: dict[str, float] = field(default_factory=dict)
+
+
+def shaped(shape: str | dict[str, Any], asked: argparse.Namespace, **changes: Any) -> Any:
+    """A model of a shape, or of the name of one, with random weights, made on the device; no token ends a text."""
+    shape = SHAPES[shape] if isinstance(shape, str) else shape
+    kind: Any = getattr(transformers, shape["class"])
+    config = shape["config"] | changes | (shape.get("tiny", {}) if asked.tiny else {})
+    torch.manual_seed(0)
+    with torch.device(asked.device):
+        dtype = getattr(torch, getattr(asked, "dtype", "float32" if asked.tiny else "bfloat16"))
+        model = kind._from_config(kind.config_class(**config), dtype=dtype).eval()
+    if model.can_generate():
+        model.generation_config.update(**ENDLESS)
+        model.config.forced_eos_token_id = None
+    return model
 
 
 def random_model(asked: argparse.Namespace, *, dtype: torch.dtype | None = None, endless: bool = True) -> Any:
     """The model of --model, or with --tiny a small one on the CPU. endless: it knows of no token that ends a text."""
     if getattr(asked, "tiny", False):
-        torch.manual_seed(0)
-        made: Any = LlamaForCausalLM(LlamaConfig(**SMALL)).to(asked.device).eval()
-    else:
-        dtype = dtype or getattr(torch, getattr(asked, "dtype", "bfloat16"))
-        made = load.random(asked.model, dtype=dtype, device=asked.device)
+        return shaped("llama", asked)
+    dtype = dtype or getattr(torch, getattr(asked, "dtype", "bfloat16"))
+    made: Any = load.random(asked.model, dtype=dtype, device=asked.device)
     if endless:
         made.generation_config.eos_token_id = None
     return made
@@ -73,8 +102,8 @@ def stock(base: Any, name: str = STOCK, size: int = 0, how: How = generate) -> E
 def plain(model: Any, ids: Tensor, new: int, **options: Any) -> Tensor:
     """Exactly so many greedy tokens by the model's own generate(), called as programs call it."""
     given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
-    made: Tensor = model.generate(input_ids=ids, **given, **options)
-    assert made.shape[1] == ids.shape[1] + new
+    made: Tensor = model.generate(input_ids=ids, **(given | options))
+    assert getattr(made, "sequences", made).shape[1] == ids.shape[1] + new
     return made
 
 
@@ -124,6 +153,20 @@ def introduce(engine: Engine) -> None:
     print(f"{engine.name}: {taken}{over}{fused}{size}; {'; '.join(report.notes)}", flush=True)
 
 
+def among_the_best(engine: Engine, ids: Tensor, new: int = 8) -> bool:
+    """Whether each token of a patched model's steps is, by its own modules and no cache, the best one or as good.
+
+    Of random weights a wrong one is some four standard deviations of the logits off, which roundings never are.
+    """
+    with torch.inference_mode():
+        tokens = generate(engine.model, ids, new)
+        logits = engine.model(tokens[:, :-1], use_cache=False).logits[:, ids.shape[1] - 1 :].float()
+    chosen = logits.gather(-1, tokens[:, ids.shape[1] :, None])[..., 0]
+    gap = float(((logits.max(-1).values - chosen) / logits.std(-1)).max())
+    print(f"{engine.name}: tokens of steps are within {gap:.3f} standard deviations of the best", flush=True)
+    return gap < 0.25
+
+
 def allocated(device: torch.device | str, *, peak: bool = False) -> float | None:
     """GB in use on a GPU, or the most since the last reset; None on a CPU."""
     if torch.device(device).type != "cuda":
@@ -157,6 +200,46 @@ def in_turn(
     return found
 
 
+class Clock:
+    """A streamer that notes when each token comes; the first is the prompt."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """All tokens are there."""
+
+
+def by_tokens(model: Any, ids: Tensor, new: int, repeats: int) -> dict[str, Any]:
+    """Tokens a second of greedy generate(), from the first new token of a call to its last, and how steps ran.
+
+    The median of the calls after the first, which captures, and their spread.
+    """
+    seconds = []
+    for _ in range(repeats + 1):
+        clock = Clock()
+        plain(model, ids, new, streamer=clock)
+        seconds.append((clock.times[-1] - clock.times[1]) / (len(clock.times) - 2))
+    taken, paths = timing(seconds[1:]), dict[str, int]()
+    if handle := getattr(model, "accelpatch", None):
+        none = ("captured step", "modules: a prompt")
+        paths = {
+            way: n for way, n in handle.report().paths.items() if "prefill" not in way and not way.startswith(none)
+        }
+    way = max(paths, key=lambda path: paths[path], default="modules")
+    return {"tok/s": len(ids) / taken.median, "spread": taken.spread, "by": way}
+
+
+def ids_of(model: Any, batch: int, length: int) -> Tensor:
+    """Random ids [batch, length] on the model's device."""
+    size = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(5, size, (batch, length), generator=torch.Generator().manual_seed(0))
+    return ids.to(next(model.parameters()).device)
+
+
 def answers(
     engines: Mapping[K, Engine],
     prompts: Tensor | Mapping[K, Tensor],
@@ -181,55 +264,6 @@ def answers(
     return {key: Taken(*(list(column) for column in zip(*found, strict=True))) for key, found in pairs.items()}
 
 
-def figures(
-    case: Case,
-    taken: Mapping[str, Taken],
-    beside: Sequence[str] = (),
-    *,
-    short: int = 1,
-    limit: float = 0.0,
-    read: Mapping[str, float] | None = None,
-) -> list[dict[str, Any]]:
-    """Rows of a case: medians, slowest and fastest, and how many times as fast as each of `beside`.
-
-    Rates are those of all sequences together. limit: bytes a second that memory reads; read: bytes that a step reads.
-    """
-    rows: list[dict[str, Any]] = []
-    first = {name: statistics.median(one.first) for name, one in taken.items()}
-    rates = {name: sorted(case.batch / max(step, 1e-9) for step in one.step) for name, one in taken.items()}
-    middle = {name: statistics.median(one) for name, one in rates.items()}
-    bases = [name for name in beside if name in taken]
-    for name, one in taken.items():
-        row: dict[str, Any] = {"engine": name}
-        if short == 1:
-            ends = (1e3 * min(one.first), 1e3 * max(one.first))
-            row |= {"first token, ms": 1e3 * first[name], "fastest to slowest, ms": ends}
-            row |= {f"first token, times {base}": first[base] / first[name] for base in bases}
-        if case.new > short:
-            all_ = rates[name]
-            row |= {"tok/s": middle[name], "slowest to fastest, tok/s": (all_[0], all_[-1])}
-            row |= {f"times {base}": middle[name] / middle[base] for base in bases}
-            row["ms a step"] = 1e3 * case.batch / middle[name]
-            if limit and read:
-                share = middle[name] / case.batch * read[name] / limit
-                row |= {"GB a step": read[name] / 1e9, "share of its limit": share}
-        rows.append(row)
-    return rows
-
-
-def compare(
-    engines: Sequence[Engine], cases: Sequence[Case], repeats: int, warmup: int, beside: Sequence[str] = ()
-) -> dict[str, list[dict[str, Any]]]:
-    """Engines that are all in memory, case by case; prints a table for each, and returns their rows."""
-    found = {}
-    for case in cases:
-        ids = case.ids(engines[0].model)
-        taken = answers({one.name: one for one in engines}, ids, case.new, repeats, warmup)
-        found[str(case)] = table(figures(case, taken, beside), title(case, repeats, warmup))
-    return found
-
-
-def title(case: Case, repeats: int, warmup: int) -> str:
-    """Of the table of a case."""
-    turns = f"median of {repeats} after {warmup} to warm up"
-    return f"batch {case.batch}, prompt {case.prompt}, {case.new} new tokens, {turns}"
+def turns(repeats: int, warmup: int) -> str:
+    """What the figures of a table are."""
+    return f"median of {repeats} after {warmup} to warm up"

@@ -1,12 +1,9 @@
 """Every implementation of flash_attention that runs here, by length of the sequences; parity comes first.
 
-    python scripts/bench.py flash [--sizes 64 128] [--kv-heads 32 8] [--lengths 2048 4096 8192 16384 32768]
-        [--cases causal] [--only triton sdpa_flash] [--tiles] [--plot FILE] [--tiny]
-
 TFLOP/s are medians of graph replays, without the host's time, of the pairs of query and key that are seen. q, k and v
 lie in memory as a model's linear layers leave them. "chosen" is the dispatcher's choice; its share is that of the
 fastest one. Cases: causal; all keys; the last quarter of a prompt, whose other keys are cached; one token more; rows
-with padding before their first key; a window of a quarter. `--tiles` times the Triton kernel's configurations instead.
+with padding before their first key; a window of a quarter.
 """
 
 from __future__ import annotations
@@ -14,60 +11,40 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accelpatch.device import Device, probe
+from accelpatch.device import probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.ops.attention.cases import Call, made
 from accelpatch.kernels.ops.attention.flash_attention import OP, spec
-from accelpatch.kernels.triton.flash_tiles import Tile, fits
-from scripts.benchmarks.harness import TINY, Option, Table, cases, common
+from scripts.benchmarks.harness import PLOT, TINY, Option, Table, cases, common, device_of
 from scripts.benchmarks.kernels import check, timed
 
 DTYPE = torch.bfloat16
-#: what a tuner tries
-CANDIDATES: Mapping[str, tuple[Tile, ...]] = {
-    "nvidia": (
-        Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 128, 4, 2), Tile(128, 32, 4, 3), Tile(128, 64, 4, 2),
-        Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(128, 64, 8, 3), Tile(128, 64, 8, 4), Tile(128, 128, 8, 2),
-        Tile(128, 128, 8, 3), Tile(128, 128, 4, 2), Tile(256, 64, 8, 2), Tile(64, 32, 4, 2),
-    ),
-    "amd": (
-        Tile(128, 64, 4, 1, 2), Tile(128, 64, 4, 1, 1), Tile(128, 64, 4, 2, 2), Tile(128, 128, 4, 1, 1),
-        Tile(128, 32, 4, 1, 2), Tile(64, 64, 4, 1, 2), Tile(64, 32, 4, 1, 2), Tile(256, 64, 8, 1, 1),
-        Tile(128, 64, 8, 1, 2), Tile(128, 128, 8, 1, 2),
-    ),
-}  # fmt: skip
 CHECKED = {
-    "causal": Call(2, 4, 2, 300, 300, 128),
-    "last": Call(1, 4, 2, 2048, 4500, 128),
-    "heads-of-80": Call(1, 2, 2, 129, 129, 80),
-    "all": Call(1, 4, 1, 200, 333, 64, causal=False),
-    "window": Call(1, 2, 1, 400, 400, 64, window=100),
-    "left": Call(3, 4, 2, 257, 257, 128, hidden="left"),
+    "causal": Call(2, 4, 2, 300, 300, 128), "last": Call(1, 4, 2, 2048, 4500, 128),
+    "heads-of-80": Call(1, 2, 2, 129, 129, 80), "all": Call(1, 4, 1, 200, 333, 64, causal=False),
+    "window": Call(1, 2, 1, 400, 400, 64, window=100), "left": Call(3, 4, 2, 257, 257, 128, hidden="left"),
     "packed": Call(1, 4, 2, 500, 500, 64, hidden="packed"),
     "softcap": Call(1, 4, 2, 200, 200, 256, softcap=20.0, sinks=True),
-    "bias": Call(1, 2, 2, 200, 200, 64, bias="float"),
-    "mask": Call(2, 2, 2, 130, 260, 64, causal=False, bias="bool"),
-}
-CASES = ["causal", "all", "last", "step", "padded", "window"]
+    "bias": Call(1, 2, 2, 200, 200, 64, bias="float"), "mask": Call(2, 2, 2, 130, 260, 64, causal=False, bias="bool"),
+}  # fmt: skip
 LARGEST_SCORES = 8 << 30  # bytes of the matrix of scores that `eager` is timed with
 OURS, PEER = "triton", "sdpa_flash"
 NAMES = list(dispatch.kernel(OP).implementations)
 OPTIONS = (
-    cases(["causal"], choices=CASES), Option("sizes", [64, 128], "Head sizes."),
-    Option("heads", 32, "Heads of queries."), Option("kv_heads", [32, 8], "Heads of keys."),
+    cases(["causal"], choices=["causal", "all", "last", "step", "padded", "window"]),
+    Option("sizes", [64, 128], "Head sizes."), Option("heads", 32, "Heads of queries."),
+    Option("kv_heads", [32, 8], "Heads of keys."),
     Option("lengths", [2048, 4096, 8192, 16384, 32768], "Tokens of a sequence."),
     Option("tokens", 32768, "Tokens of a batch at least."), *common(repeats=12),
-    Option("only", [], "Implementations in place of all that run here.", NAMES),
-    Option("tiles", False, "Time the configurations of the Triton kernel."),
-    Option("plot", None, "Draw the rates (.png, .svg, .pdf).", kind=Path, metavar="FILE"), TINY,
+    Option("only", [], "Implementations in place of all that run here.", NAMES), PLOT, TINY,
 )  # fmt: skip
 
 
@@ -123,11 +100,10 @@ class Shape:
 def rates(shape: Shape, names: list[str], device: torch.device, repeats: int) -> Iterator[tuple[str, float, float]]:
     """(name, TFLOP/s, spread) of each implementation that runs the shape here."""
     args: Any = shape.arguments(device)
+    scores = 2 * shape.batch * shape.heads * shape.queries * shape.length * DTYPE.itemsize
     for name in names:
-        scores = 2 * shape.batch * shape.heads * shape.queries * shape.length * DTYPE.itemsize
-        if name == "eager" and scores > LARGEST_SCORES:
-            continue
-        if dispatch.why_not(OP, name, spec(*args), probe(device)) is None:
+        large = name == "eager" and scores > LARGEST_SCORES
+        if not large and dispatch.why_not(OP, name, spec(*args), probe(device)) is None:
             run = functools.partial(dispatch.kernel(OP).implementations[name].run, *args)
             taken = timed(run, device, repeats, repeats)
             yield name, shape.flops / taken.median / 1e12, taken.spread
@@ -141,46 +117,14 @@ def measured(shapes: list[Shape], names: list[str], device: torch.device, repeat
         by_name, arguments = {name: rate for name, (rate, _) in found.items()}, shape.arguments(torch.device("meta"))
         chosen = dispatch.choose(OP, spec(*arguments), probe(device))  # type: ignore[arg-type]
         both = {OURS, PEER} <= by_name.keys()
-        row: dict[str, Any] = {"kind": shape.kind, "batch": shape.batch, "KV heads": shape.kv_heads}
-        row |= {"D": shape.size, "length": shape.length} | {name: by_name.get(name) for name in names}
-        row |= {"spread": max((spread for _, spread in found.values()), default=0.0)}
-        row |= {f"ratio {OURS} / {PEER}": by_name[OURS] / by_name[PEER] if both else None, "chosen": chosen}
-        share = by_name[chosen] / max(by_name.values()) if chosen in by_name else None
-        printed.add(row | {"its share": share})
+        printed.add(
+            {"kind": shape.kind, "batch": shape.batch, "KV heads": shape.kv_heads, "D": shape.size}
+            | {"length": shape.length} | {name: by_name.get(name) for name in names}
+            | {"spread": max((spread for _, spread in found.values()), default=0.0)}
+            | {f"ratio {OURS} / {PEER}": by_name[OURS] / by_name[PEER] if both else None, "chosen": chosen}
+            | {"its share": by_name[chosen] / max(by_name.values()) if chosen in by_name else None}
+        )  # fmt: skip
         figures.append({**asdict(shape), "tflops": by_name, "chosen": chosen})
-    return figures
-
-
-def configurations(device: Device, size: int) -> tuple[Tile, ...]:
-    """The tiles that a tuner tries for heads of this size in 16 bits."""
-    tiles = [tile for tile in CANDIDATES.get(device.vendor, ()) if fits(tile, device, size)]
-    if device.facts is not None and device.facts.matrix == "wgmma":
-        tiles += [replace(tile, tma=True) for tile in tiles]
-    return tuple(tiles)
-
-
-def tiles(shapes: list[Shape], device: torch.device, repeats: int) -> list[dict[str, Any]]:
-    """Print the rate of each configuration of the Triton kernel, the fastest first; the figures."""
-    from triton.runtime.errors import OutOfResources
-
-    from accelpatch.kernels.triton.flash_attention import flash_attention as run
-    from accelpatch.kernels.triton.flash_tiles import chosen
-
-    figures = []
-    for shape in shapes:
-        args, found = shape.arguments(device), {}
-        for tile in configurations(probe(device), shape.size):
-            try:
-                taken = timed(functools.partial(run, *args, configuration=tile), device, repeats, repeats)  # type: ignore[arg-type]
-            except OutOfResources as error:  # what the compiler needs is known only then
-                print(f"  {tile}: {error}", flush=True)
-                continue
-            found[tile] = shape.flops / taken.median / 1e12
-        of_table = chosen(probe(device), shape.size, DTYPE, shape.kind != "all", shape.queries)
-        print(f"{shape}; the table's: {of_table}")
-        for tile, rate in sorted(found.items(), key=lambda pair: -pair[1]):
-            print(f"  {rate:7.1f} TFLOP/s  {tile}", flush=True)
-        figures.append({**asdict(shape), "tiles": {str(tile): rate for tile, rate in found.items()}})
     return figures
 
 
@@ -188,22 +132,20 @@ def draw(figures: list[dict[str, Any]], path: Path, title: str) -> None:
     """TFLOP/s against length: a plot for each head size and number of KV heads, a line for each implementation."""
     from matplotlib.figure import Figure
 
-    kinds = list(dict.fromkeys((one["kind"], one["size"], one["kv_heads"]) for one in figures))
-    lengths = sorted({one["length"] for one in figures})
-    figure = Figure(figsize=(4.2 * len(kinds), 3.8), layout="constrained")
-    every = figure.subplots(1, len(kinds), squeeze=False, sharey=True)[0]
-    for axes, (kind, size, kv_heads) in zip(every, kinds, strict=True):
-        held = [one for one in figures if (one["kind"], one["size"], one["kv_heads"]) == (kind, size, kv_heads)]
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for one in figures:
+        panels.setdefault(f"{one['kind']}, heads of {one['size']}, {one['kv_heads']} of keys", []).append(one)
+    figure = Figure(figsize=(4.2 * len(panels), 3.8), layout="constrained")
+    every = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axes, (label, held) in zip(every, panels.items(), strict=True):
         for name in dict.fromkeys(name for one in held for name in one["tflops"]):
             points = [(one["length"], one["tflops"][name]) for one in held if name in one["tflops"]]
             axes.plot(*zip(*points, strict=True), marker="o", label=name, linewidth=2.5 if name == OURS else 1.2)
+        lengths = sorted({one["length"] for one in held})
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{one >> 10}k" if one >= 1024 else str(one) for one in lengths])
-        axes.set_title(f"{kind}, heads of {size}, {kv_heads} of keys")
-        axes.set_xlabel("tokens of a sequence")
-        axes.grid(alpha=0.3)
+        axes.set(title=label, xlabel="tokens of a sequence", ylim=(0, None))
     every[0].set_ylabel("TFLOP/s")
-    every[0].set_ylim(bottom=0)
     every[-1].legend(fontsize=8)
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
@@ -214,21 +156,19 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
     if asked.tiny:
         asked.heads, asked.kv_heads, asked.tokens, asked.repeats = 4, [4, 2], 256, 2
         asked.lengths, asked.sizes = [64, 128], [32]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of(asked)
     torch.manual_seed(0)
     names = [name for name in NAMES if not asked.only or name in asked.only]
-    sizes = itertools.product(asked.cases, asked.sizes, asked.kv_heads, asked.lengths)
     shapes = [
         Shape(max(1, asked.tokens // length), asked.heads, kv_heads, length, size, kind)
-        for kind, size, kv_heads, length in sizes
+        for kind, size, kv_heads, length in itertools.product(asked.cases, asked.sizes, asked.kv_heads, asked.lengths)
     ]  # fmt: skip
     checked = [(name, call) for name, call in CHECKED.items() if not asked.tiny or call.length * call.keys < 50_000]
     with torch.inference_mode():
         draw_of = torch.Generator().manual_seed
         check(OP, ((name, made(call, draw_of(0), DTYPE, device)) for name, call in checked), device, names)
-        way = functools.partial(tiles, shapes) if asked.tiles else functools.partial(measured, shapes, names)
-        figures = way(device, asked.repeats)
-    if asked.plot and not asked.tiles:
-        title = f"{probe(device).name}, torch {torch.__version__}, {str(DTYPE).removeprefix('torch.')}, "
-        draw(figures, asked.plot, title + " and ".join(asked.cases))
+        figures = measured(shapes, names, device, asked.repeats)
+    if asked.plot:
+        about = f"{probe(device).name}, torch {torch.__version__}, {str(DTYPE).removeprefix('torch.')}, "
+        draw(figures, asked.plot, about + " and ".join(asked.cases))
     return {"figures": figures}

@@ -1,7 +1,8 @@
-"""What the topics of scripts/bench.py have in common: options, cases, where a run took place, and tables.
+"""What the topics of scripts/bench.py have in common: options, cases, where a run took place, tables and pictures.
 
-A topic is a module with a docstring (its help), CASES (what it measures), OPTIONS, and `run(asked)`, which prints what
-it finds and returns it as plain data for --json.
+A topic has a text (its help), options, among them its table of cases, and `run(asked)`, which prints what it finds and
+returns it as plain data for --json. A module with one topic has these as its docstring, OPTIONS and run; one with
+several has a table of Topic by name, TOPICS. Models that generate are timed by engines.py, kernels by kernels.py.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import datetime
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelpatch.bench import plot
 from accelpatch.bench.generate import Shape, prompt_ids
 from accelpatch.device import probe
 
@@ -53,6 +56,15 @@ class Case(Shape):
         """Fixed random ids on the model's device."""
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         return prompt_ids(vocabulary, self).to(next(model.parameters()).device)
+
+
+@dataclass(frozen=True)
+class Topic:
+    """One of several topics of a module."""
+
+    text: str
+    options: tuple[Option, ...]
+    run: Callable[[argparse.Namespace], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -107,6 +119,7 @@ def cases(default: Sequence[Any] | Mapping[str, Any], help: str = "", choices: I
     return Option("cases", list(default), help or "Which of the cases to time.", choices=choices or list(default))
 
 
+PLOT = Option("plot", None, "Draw the figures (.png, .svg, .pdf). It needs matplotlib.", kind=Path, metavar="FILE")
 TINY = Option("tiny", False, "Take small sizes, to try the program on a CPU.")
 
 
@@ -145,20 +158,25 @@ def said(run: Mapping[str, Any]) -> str:
 
 
 class Table:
-    """A Markdown table whose rows are printed as they come. The first row, or `heads`, names the columns."""
+    """A Markdown table whose rows are printed as they come; `rows` has all of them, for --json."""
 
-    def __init__(self, title: str = "", heads: Sequence[str] = ()) -> None:
+    def __init__(self, title: str = "") -> None:
         self.rows: list[dict[str, Any]] = []
-        self._title, self._heads = title, list(heads)
+        self._title, self._heads = title, list[str]()
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Print a row: column -> text, a number, None for no figure, or the low and the high end of a spread."""
-        if not self.rows:
-            self._heads = self._heads or list(row)
+    def add(self, *rows: Mapping[str, Any]) -> None:
+        """Print rows: column -> text, a number, None for no figure, or the low and the high end of a spread.
+
+        The head is printed before the first row, and again where a row brings a column that it lacks.
+        """
+        heads = list(dict.fromkeys([*self._heads, *(head for row in rows for head in row)]))
+        if heads != self._heads:
             print(f"\n{self._title}\n" if self._title else "")
-            print(f"| {' | '.join(self._heads)} |\n|{' --- |' * len(self._heads)}")
-        self.rows.append(dict(row))
-        print(f"| {' | '.join(cell(head, row.get(head)) for head in self._heads)} |", flush=True)
+            print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
+        self._heads = heads
+        for row in rows:
+            self.rows.append(dict(row))
+            print(f"| {' | '.join(cell(head, row.get(head)) for head in heads)} |", flush=True)
 
 
 def cell(head: str, value: Any) -> str:
@@ -174,7 +192,27 @@ def cell(head: str, value: Any) -> str:
 
 def table(rows: Sequence[Mapping[str, Any]], title: str = "") -> list[dict[str, Any]]:
     """Print rows that are all there, with the columns of all of them; returns them."""
-    printed = Table(title, list(dict.fromkeys(head for row in rows for head in row)))
-    for row in rows:
-        printed.add(row)
+    printed = Table(title)
+    printed.add(*rows)
     return printed.rows
+
+
+def bars(panels: Mapping[str, Mapping[str, Sequence[float]]], title: str, path: Path, marked: str) -> None:
+    """Draw medians as bars, from the least to the most as whiskers: panel -> label -> what was measured.
+
+    marked: the labels with this word are ours.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5 * len(panels), 3.4), layout="constrained")
+    for axes, (label, found) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
+        middle = [statistics.median(one) for one in found.values()]
+        ends = [(m - min(one), max(one) - m) for m, one in zip(middle, found.values(), strict=True)]
+        colors = [plot.COLORS["patched" if marked in name else "original"] for name in found]
+        drawn = axes.barh(list(found), middle, xerr=list(zip(*ends, strict=True)), capsize=3, color=colors)
+        axes.bar_label(drawn, fmt="%.4g", padding=12, fontsize=8)
+        axes.set_title(label, fontsize=10)
+        axes.margins(x=0.2)
+    axes.invert_yaxis()
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)
