@@ -85,13 +85,15 @@ def _decode(
     try:
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):
             raise Unknown("scores or logits were asked for")
-        sampler = Sampler(processors, criteria, config.do_sample, ids.shape[1])
+        sampler = Sampler(processors, criteria, config.do_sample, ids.shape[1], ids)
     except Unknown as reason:
         run.runtime.paths[f"token chosen by the host: {reason}"] += 1
         with run:
             return loop(steps, ids, processors, criteria, config, streamer, kwargs, run.result)
     with run:
         logits = steps.prompt(ids, config, kwargs)
+        for processor in sampler.watching:
+            processor(ids, logits)
         made = _late(run, sampler, config, logits, streamer, criteria.max_length - ids.shape[1])
     sequences = torch.cat([ids, made.to(ids.device)], dim=1)
     if not config.return_dict_in_generate:
