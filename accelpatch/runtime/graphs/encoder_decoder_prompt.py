@@ -66,10 +66,14 @@ class FilledLayer(CacheLayerMixin):
 
 
 class CapturedPrompt:
-    """The graph of `length` tokens a row into the caches of a step; logits go into its batch."""
+    """The graph of `length` tokens a row into the caches of a step; the last ones' logits go into its batch.
+
+    logits[B, T, V]: after each of the tokens, until it runs again.
+    """
 
     def __init__(self, step: EncoderDecoderStep, length: int, graph: GraphOf):
         self._step = weakref.ref(step)  # which holds this
+        self.logits: Tensor | None = None
         self._ids = torch.zeros(step.batch.rows, length, dtype=torch.int64, device=step.batch.device)
         self._graph: Graph = graph(self._run)
 
@@ -86,7 +90,8 @@ class CapturedPrompt:
         mask = {} if encoded.mask is None else {MASK: encoded.mask}
         given = {"decoder_input_ids": self._ids, OUTPUTS: BaseModelOutput(encoded.hidden), CACHE: both, **mask}
         with weight_prefetch():
-            step.batch.logits.copy_(step.by_modules(given)[:, -1])
+            self.logits = step.by_modules(given)
+            step.batch.logits.copy_(self.logits[:, -1])
 
 
 def _caches(step: EncoderDecoderStep) -> tuple[Cache, Cache]:
