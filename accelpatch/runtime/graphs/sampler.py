@@ -28,6 +28,7 @@ from accelpatch.runtime.graphs.logits_processors import WATCHING, Part, Tables, 
 # They read nothing but the scores, so transformers' own code can be captured and gives the same numbers.
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 SUPPRESSING = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
+SCORES = "scores"
 CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 
 
@@ -55,18 +56,19 @@ class Sampler:
     """The sampler for a generate() call whose prompt has `length` tokens. Raises Unknown where the host must sample.
 
     begun: the prompt's ids[B, length], where a processor may look back at them. watching: processors that are to be
-    called with these and the first logits, whatever they return.
+    called with these and the first logits, whatever they return. keeps: whether the program leaves each token's scores
+    in the batch's table SCORES[B, V].
     """
 
     def __init__(
         self, processors: Iterable[Any], criteria: Iterable[Any], do_sample: bool, length: int,
-        begun: Tensor | None = None,
+        begun: Tensor | None = None, keeps: bool = False,
     ):  # fmt: skip
         self._warpers: list[Any] = []
         self._suppressing: list[Any] = []
         self._parts: list[Part] = []
         self.watching: list[Any] = []
-        self._length, self._do_sample = length, do_sample
+        self._length, self._do_sample, self._keeps = length, do_sample, keeps
         self.ends: Tensor | None = None
         left = list(CRITERIA)
         for criterion in criteria:
@@ -101,7 +103,7 @@ class Sampler:
         """Samplers with equal keys can share one captured program."""
         warpers = tuple((type(one), tuple(sorted(vars(one).items()))) for one in self._warpers)
         parts = tuple(one.key for one in self._parts)
-        return self._do_sample, bool(self._suppressing), self.ends is not None, parts, warpers
+        return self._do_sample, self._keeps, bool(self._suppressing), self.ends is not None, parts, warpers
 
     @property
     def draws(self) -> bool:
@@ -129,6 +131,8 @@ class Sampler:
     def make_tables(self, batch: Any) -> None:
         """Make what the program reads of a Batch besides its own tensors, before it is captured."""
         with torch.inference_mode(False):
+            if self._keeps and SCORES not in batch.tables:
+                batch.tables[SCORES] = torch.zeros_like(batch.logits)
             for part in self._parts:
                 part.make(batch.tables, batch)
 
@@ -158,6 +162,8 @@ class Sampler:
     def next_token(self, rows: Rows) -> None:
         """The program: rows.logits -> rows.tokens, unfinished and report. Among equal logits the lowest id wins."""
         scores = self.scores(rows)
+        if self._keeps:
+            rows.tables[SCORES].copy_(scores)
         state = (rows.unfinished, None if self.ends is None else rows.ends, rows.pad, rows.tokens, rows.report)
         if self._do_sample:
             leave_(drawn(nn.functional.softmax(scores, dim=-1)), *state)

@@ -1,4 +1,4 @@
-"""Single calls of encoder-decoders, of beam search and of a program's own: the decoder's first tokens by a graph too."""
+"""Single calls of encoder-decoders, of beam search and of a program's own, and the first tokens of their decoder."""
 
 from __future__ import annotations
 
