@@ -41,4 +41,6 @@ def test_they_are_those_of_the_stock_loop(way: str, monkeypatch: pytest.MonkeyPa
         for name in mine.keys() & {"scores", "logits"}:
             assert len(mine[name]) == len(its[name]) == mine.sequences.shape[1] - length
             torch.testing.assert_close(torch.stack(mine[name]), torch.stack(its[name]), rtol=1e-4, atol=1e-5)
-    assert list(model.accelpatch.report().paths) == [CAPTURED]
+    counts = model.accelpatch.report().paths
+    assert counts[CAPTURED] > 40
+    assert not any(path.startswith(("stock loop", "token chosen by the host")) for path in counts), counts
