@@ -42,5 +42,5 @@ def test_they_are_those_of_the_stock_loop(way: str, monkeypatch: pytest.MonkeyPa
             assert len(mine[name]) == len(its[name]) == mine.sequences.shape[1] - length
             torch.testing.assert_close(torch.stack(mine[name]), torch.stack(its[name]), rtol=1e-4, atol=1e-5)
     counts = model.accelpatch.report().paths
-    assert counts[CAPTURED] > 40
+    assert counts[CAPTURED] > 4
     assert not any(path.startswith(("stock loop", "token chosen by the host")) for path in counts), counts
