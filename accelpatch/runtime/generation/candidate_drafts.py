@@ -1,0 +1,125 @@
+"""Drafts that transformers' own generators of candidates make, checked by captured or native steps, as many as pay.
+
+`prompt_lookup_num_tokens=` looks in the text; an assistant of another tokenizer writes on in its own tokens. What
+either proposes are tokens alone, so that the check, the choice of tokens and the report are those of any other draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelpatch.runtime.generation.drafted_loop import Checked
+from accelpatch.runtime.generation.drafter import Counts, Limit, Pace, PacedDrafter
+from accelpatch.runtime.generation.hosted_drafts import ModelLookup
+from accelpatch.runtime.graphs.batch import DRAFTS
+
+LOOKUP = "prompt_lookup_num_tokens"
+BEHIND = 16  # tokens of the text that an assistant has not seen from which on it reads the whole text anew
+
+
+def kind(config: Any, assistant: Any, extra: dict[str, Any]) -> str | None:
+    """What transformers' generator would propose: `prompt lookup`, `another tokenizer`; None for other drafts.
+
+    extra: the arguments of `_assisted_decoding` beside the loop's.
+    """
+    if config.assistant_early_exit is not None:
+        return None
+    if getattr(config, LOOKUP, None) is not None:
+        return "prompt lookup"
+    both = extra.get("tokenizer") is not None and extra.get("assistant_tokenizer") is not None
+    return "another tokenizer" if both and assistant is not None else None
+
+
+class CandidateDrafter(PacedDrafter):
+    """Draft tokens of one of transformers' generators. room: whether a check has room."""
+
+    def __init__(
+        self, pace: Pace, limit: Limit, counts: Counts, generator: Any, room: Callable[[], bool] | None = None
+    ):
+        super().__init__(pace, limit, counts, [])
+        self._generator, self._room = generator, room
+        self._asking = "num_output_tokens" if hasattr(generator, "num_output_tokens") else "num_assistant_tokens"
+        self._seen = 0  # tokens of the text, drafts apart, when it was last asked
+
+    def prompt(self, ids: Tensor, mask: Tensor | None, target: Any) -> None:
+        """The text begins with ids[1, L]."""
+        self.text += ids[0].tolist()
+
+    def proposed(self, most: int) -> list[int]:
+        """As of PacedDrafter."""
+        if self._room is not None and not self._room():
+            return []
+        generator = self._generator
+        if self._asking == "num_assistant_tokens" and self._seen and len(self.text) - self._seen > BEHIND:
+            generator.prev_assistant_ids = None  # its cache holds drafts that were rejected long ago
+            generator.assistant_kwargs["cache"] = generator.assistant_kwargs["past_key_values"] = None
+            generator.assistant_kwargs = {
+                key: one for key, one in generator.assistant_kwargs.items() if one is not None
+            }
+        self._seen = len(self.text)
+        setattr(generator, self._asking, most)
+        found, _ = generator.get_candidates(torch.tensor([self.text], device=_device_of(generator)))
+        tokens: list[int] = found[0, len(self.text) :].tolist()
+        return tokens[:most]
+
+    def rolled_back(self, slot: int, drafted: int, accepted: int) -> None:
+        """As of PacedDrafter: a generator sees in the next text what became of its candidates."""
+
+
+class CandidateLookup(ModelLookup):
+    """Steps for the loop of the host, of which some check the candidates of `generator`."""
+
+    def __init__(self, checked: Checked, generator: Any, ids: Tensor, end: int | None):
+        super().__init__(checked, ids, end)
+        self._generator = generator
+
+    def drafter(self, ids: Tensor) -> PacedDrafter:
+        """As of ModelLookup."""
+        checked = self._checked
+        made = CandidateDrafter(
+            checked.pace, checked.limit, checked.counts, self._generator, lambda: checked.check(DRAFTS) is not None
+        )
+        made.prompt(ids, None, None)
+        return made
+
+
+def candidate_generator(
+    model: Any, given: tuple[Any, ...], assistant: Any, extra: dict[str, Any], kwargs: dict[str, Any]
+) -> Any:
+    """transformers' generator for a call. given: as of captured_loop. extra: as of `kind`."""
+    ids, processors, _, config = given
+    made: Any = model._get_candidate_generator(
+        generation_config=config, input_ids=ids, inputs_tensor=extra.get("inputs_tensor"), assistant_model=assistant,
+        logits_processor=processors, target_tokenizer=extra.get("tokenizer"),
+        assistant_tokenizer=extra.get("assistant_tokenizer"), model_kwargs=kwargs,
+    )  # fmt: skip
+    if hasattr(made, "num_output_tokens") and not processors:
+        made.logits_processor = None
+        if isinstance(made.eos_token_id, Tensor):  # the text is looked through on the host
+            made.eos_token_id = made.eos_token_id.cpu()
+    return made
+
+
+def settings_of(config: Any, assistant: Any) -> Any:
+    """What limits the number of drafts: the assistant's generation config, or that of a prompt lookup."""
+    if assistant is not None and getattr(config, LOOKUP, None) is None:
+        return assistant.generation_config
+    return SimpleNamespace(num_assistant_tokens=config.prompt_lookup_num_tokens)
+
+
+def lookups_of(model: Any) -> Any:
+    """What stands for the lookups in a model's texts among what drafts: its input embeddings, which draft nothing."""
+    return model.get_input_embeddings()
+
+
+def _device_of(generator: Any) -> Any:
+    """Where a generator wants the text."""
+    if (assistant := getattr(generator, "assistant_model", None)) is not None:
+        return assistant.device
+    ends = generator.eos_token_id
+    return ends.device if isinstance(ends, Tensor) else torch.device("cpu")
