@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelpatch.fusion.cache_name import CACHE
 from accelpatch.runtime.generation.drafted_loop import Checked
 from accelpatch.runtime.generation.drafter import Counts, Limit, Pace, PacedDrafter
 from accelpatch.runtime.generation.hosted_drafts import ModelLookup
@@ -44,6 +45,7 @@ class CandidateDrafter(PacedDrafter):
         super().__init__(pace, limit, counts, [])
         self._generator, self._room = generator, room
         self._asking = "num_output_tokens" if hasattr(generator, "num_output_tokens") else "num_assistant_tokens"
+        self._caches = getattr(getattr(generator, "generation_config", None), "cache_implementation", None)
         self._seen = 0  # tokens of the text, drafts apart, when it was last asked
 
     def prompt(self, ids: Tensor, mask: Tensor | None, target: Any) -> None:
@@ -55,17 +57,22 @@ class CandidateDrafter(PacedDrafter):
         if self._room is not None and not self._room():
             return []
         generator = self._generator
-        if self._asking == "num_assistant_tokens" and self._seen and len(self.text) - self._seen > BEHIND:
-            generator.prev_assistant_ids = None  # its cache holds drafts that were rejected long ago
-            generator.assistant_kwargs["cache"] = generator.assistant_kwargs["past_key_values"] = None
-            generator.assistant_kwargs = {
-                key: one for key, one in generator.assistant_kwargs.items() if one is not None
-            }
+        if self._asking == "num_assistant_tokens":
+            self._begin(generator, len(self.text) - self._seen > BEHIND)
         self._seen = len(self.text)
         setattr(generator, self._asking, most)
         found, _ = generator.get_candidates(torch.tensor([self.text], device=_device_of(generator)))
         tokens: list[int] = found[0, len(self.text) :].tolist()
         return tokens[:most]
+
+    def _begin(self, generator: Any, anew: bool) -> None:
+        """Before an assistant of another tokenizer writes on. anew: its cache holds drafts rejected long ago."""
+        given = generator.assistant_kwargs
+        given.pop("position_ids", None)  # of the target's tokens
+        if anew and self._seen:
+            generator.prev_assistant_ids = None
+            generator.generation_config.cache_implementation = self._caches
+            given.pop(CACHE, None)
 
     def rolled_back(self, slot: int, drafted: int, accepted: int) -> None:
         """As of PacedDrafter: a generator sees in the next text what became of its candidates."""
@@ -98,10 +105,13 @@ def candidate_generator(
         logits_processor=processors, target_tokenizer=extra.get("tokenizer"),
         assistant_tokenizer=extra.get("assistant_tokenizer"), model_kwargs=kwargs,
     )  # fmt: skip
-    if hasattr(made, "num_output_tokens") and not processors:
-        made.logits_processor = None
-        if isinstance(made.eos_token_id, Tensor):  # the text is looked through on the host
-            made.eos_token_id = made.eos_token_id.cpu()
+    if hasattr(made, "num_output_tokens"):
+        ends = made.eos_token_id
+        if not processors:  # the text is looked through on the host
+            made.logits_processor, ends = None, ends.cpu() if isinstance(ends, Tensor) else ends
+        if ends is None:  # old versions of transformers want some
+            ends = torch.empty(0, dtype=torch.int64, device=ids.device if processors else "cpu")
+        made.eos_token_id = ends
     return made
 
 
