@@ -22,8 +22,8 @@ from accelpatch.runtime.generation.candidate_drafts import (
     CandidateLookup,
     candidate_generator,
     kind,
-    lookups_of,
     settings_of,
+    source_of,
 )
 from accelpatch.runtime.generation.captured_run import CapturedRun
 from accelpatch.runtime.generation.decoding import loop
@@ -32,6 +32,7 @@ from accelpatch.runtime.generation.drafted_loop import Checked, DeviceLoop, Draf
 from accelpatch.runtime.generation.drafter import Limit, Pace, threshold_of
 from accelpatch.runtime.generation.hosted_drafts import ModelLookup
 from accelpatch.runtime.generation.native_drafts import native_assisted, native_why_not
+from accelpatch.runtime.generation.state_drafts import StatesLookup, from_states, states_why_not
 from accelpatch.runtime.graphs.batch import DRAFTS, TOKENS
 from accelpatch.runtime.graphs.drafts import several_tokens_why_not
 from accelpatch.runtime.graphs.kv_cache import NotCaptured
@@ -71,16 +72,12 @@ def assisting(cls: Any, name: str) -> Any:
 
 def kind_why_not(model: Any, config: Any, assistant: Any, extra: dict[str, Any]) -> str | None:
     """Why drafts of this kind are transformers' own affair; None where captured steps may make them."""
-    if getattr(config, "use_mtp", False):
-        return "MTP heads"
-    if getattr(config, "speculation_type", None) == "dflash":
-        return "DFlash"
     if getattr(config, "assistant_ensemble_weight", None) is not None:
         return "assistant_ensemble_weight"
     if (layers := config.assistant_early_exit) is not None:
         count = model.config.get_text_config(decoder=True).num_hidden_layers
         return None if 0 < layers <= count else f"an exit after {layers} of {count} layers"
-    candidates = kind(config, assistant, extra)
+    candidates = from_states(config, assistant) or kind(config, assistant, extra)
     if assistant is None and candidates is None:
         return "no assistant"
     if model.config.is_encoder_decoder or (assistant is not None and assistant.config.is_encoder_decoder):
@@ -101,7 +98,9 @@ def assisted(
     reason = kind_why_not(model, config, assistant, extra) or ("several rows" if len(ids) > 1 else None)
     if reason is None and isinstance(runtime, NativeRuntime):
         candidates = kind(config, assistant, extra) is not None
-        reason = native_why_not(model, runtime, given, synced_gpus, None if candidates else assistant, kwargs)
+        reason = from_states(config, assistant) or native_why_not(
+            model, runtime, given, synced_gpus, None if candidates else assistant, kwargs
+        )
         if reason is None:
             generator = candidate_generator(model, given, assistant, extra, kwargs) if candidates else None
             return native_assisted(model, runtime, given, streamer, assistant, kwargs, generator)
@@ -127,13 +126,14 @@ class _Call:
         self._streamer, self._kwargs = streamer, kwargs
         self._by_host = ""  # why the host chooses each token
         self._exit: int | None = self._config.assistant_early_exit
-        self._candidates = kind(self._config, assistant, extra)
+        self._states = from_states(self._config, assistant)
+        self._candidates = self._states or kind(self._config, assistant, extra)
         self._extra = extra
         self._generator: Any = None  # transformers', of candidates
         self._source = model if self._exit is not None else assistant
         if self._candidates is not None:
             self._by_host, self._settings = f"drafts of {self._candidates}", settings_of(self._config, assistant)
-            self._source = assistant if self._candidates == "another tokenizer" else lookups_of(model)
+            self._source = source_of(model, self._candidates, assistant)
         else:
             self._settings = self._source.generation_config
 
@@ -149,7 +149,10 @@ class _Call:
         try:
             self._run = CapturedRun(self._model, runtime, self._step())
             step = self._run.step
-            if reason := several_tokens_why_not(step, runtime.captured.fused):
+            reason = several_tokens_why_not(step, runtime.captured.fused)
+            if self._states is not None and (step.fused is None or reason is None):
+                reason = states_why_not(self._config, self._kwargs, runtime.captured.form, step.fused is not None)
+            if reason is not None:
                 return reason
             with torch.inference_mode(False):
                 return self._prepare(drafts_of(step.batch), held)
@@ -235,7 +238,8 @@ class _Call:
         if self._generator is None:
             steps = run.drafting = ModelLookup(checked, self._ids, most)
         else:
-            steps = run.drafting = CandidateLookup(checked, self._generator, self._ids, most)
+            looking_up = CandidateLookup if self._states is None else StatesLookup
+            steps = run.drafting = looking_up(checked, self._generator, self._ids, most)
         self._runtime.paths[f"token chosen by the host: {self._by_host}"] += 1
         given = (self._ids, self._processors, self._criteria, self._config, self._streamer, self._kwargs)
         with run:

@@ -116,15 +116,19 @@ def candidate_generator(
 
 
 def settings_of(config: Any, assistant: Any) -> Any:
-    """What limits the number of drafts: the assistant's generation config, or that of a prompt lookup."""
-    if assistant is not None and getattr(config, LOOKUP, None) is None:
-        return assistant.generation_config
-    return SimpleNamespace(num_assistant_tokens=config.prompt_lookup_num_tokens)
+    """What limits the number of drafts: the assistant's generation config, or that of a prompt lookup; none for what
+    hidden states give."""
+    if (number := getattr(config, LOOKUP, None)) is not None:
+        return SimpleNamespace(num_assistant_tokens=number)
+    states = getattr(config, "use_mtp", False) or getattr(config, "speculation_type", None) is not None
+    return SimpleNamespace(num_assistant_tokens=DRAFTS) if states else assistant.generation_config
 
 
-def lookups_of(model: Any) -> Any:
-    """What stands for the lookups in a model's texts among what drafts: its input embeddings, which draft nothing."""
-    return model.get_input_embeddings()
+def source_of(model: Any, candidates: str, assistant: Any) -> Any:
+    """What stands for drafts of one kind among what drafts for a model: lookups in texts have no model of their own."""
+    if candidates == "prompt lookup":
+        return model.get_input_embeddings()
+    return assistant if assistant is not None else model.get_output_embeddings()
 
 
 def _device_of(generator: Any) -> Any:

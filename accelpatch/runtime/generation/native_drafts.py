@@ -20,7 +20,7 @@ from accelpatch.models.multimodal import is_multimodal
 from accelpatch.runtime.cpu.native_row import NativeRow
 from accelpatch.runtime.cpu.native_step import NativeRuntime
 from accelpatch.runtime.cpu.torch_threads import all_threads, one_thread
-from accelpatch.runtime.generation.candidate_drafts import CandidateDrafter, lookups_of, settings_of
+from accelpatch.runtime.generation.candidate_drafts import CandidateDrafter, settings_of, source_of
 from accelpatch.runtime.generation.decoding import NativeSteps, loop, stock_loop_because
 from accelpatch.runtime.generation.drafter import Counts, Limit, Pace, PacedDrafter, threshold_of
 
@@ -258,8 +258,10 @@ def native_assisted(
     """
     ids, processors, criteria, config = given
     source = model if config.assistant_early_exit is not None else assistant
-    limit = Limit(settings_of(config, source) if generator is not None else source.generation_config, DRAFTS)
-    pace = runtime.paces.setdefault(lookups_of(model) if source is None else source, Pace())
+    limit = Limit(settings_of(config, assistant) if generator is not None else source.generation_config, DRAFTS)
+    if generator is not None and config.prompt_lookup_num_tokens is not None:
+        source = source_of(model, "prompt lookup", assistant)
+    pace = runtime.paces.setdefault(source, Pace())
     counts = Counts(pace)
     if generator is not None:
         drafter: Any = CandidateDrafter(pace, limit, counts, generator)
