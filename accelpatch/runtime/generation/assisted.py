@@ -175,6 +175,8 @@ class _Call:
         if self._candidates is not None:
             given = (self._ids, self._processors, self._criteria, self._config)
             self._generator = candidate_generator(self._model, given, self._assistant, self._extra, self._kwargs)
+            if self._states is not None:
+                self._generator.do_sample = False  # random numbers are those of a call without drafts
             return None
         if self._exit is not None:
             self._drafter: DraftRun = ExitRun(self._run, self._exit, drafts, self._sampler, threshold)

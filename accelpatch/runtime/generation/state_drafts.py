@@ -54,6 +54,8 @@ class StatesDrafter(PacedDrafter):
 
     def proposed(self, most: int) -> list[int]:
         """As of PacedDrafter."""
+        if len(self.text) <= getattr(self._generator, "num_mtp_layers", 0):
+            return []  # several heads look back as many tokens
         states = self._lookup.pending()
         device, length = self._ids.device, len(self.text)
         mask = torch.nn.functional.pad(self._mask, (0, length - self._mask.shape[1]), value=1)
