@@ -20,7 +20,7 @@ from tests.support.state_drafts import dflash_assistant, with_mtp_heads, write_m
 
 generators = pytest.importorskip("transformers.generation.candidate_generator")
 pytestmark = pytest.mark.skipif(
-    not hasattr(generators, "DFlashTokenCandidateGenerator"), reason="transformers has neither before 5.20"
+    not hasattr(generators, "DFlashTokenCandidateGenerator"), reason="this transformers has neither"
 )
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
