@@ -16,6 +16,7 @@ from accelpatch.runtime.graphs.encoder_decoder import Learned, carrier_of, hidde
 from accelpatch.runtime.graphs.kv_cache import CapturedLayer, NotCaptured, shapes_of
 
 SLOTS = 4  # of the small static cache of the check
+BEHIND = (1, 7)  # hidden tokens of the check of masks
 ROUNDINGS = 32  # most roundings of the dtype, relative to the norm of the logits, by which the check may be off
 
 
@@ -43,12 +44,12 @@ class _Calls:
         mask = torch.tensor([[1, 0]], device=self._device)
         return self(EncoderDecoderCache(DynamicCache(), DynamicCache()), states, mask)
 
-    def rounded(self, up: bool) -> Tensor:
-        """Logits after all tokens of the encoder and no mask, or, rounded up, with a hidden one behind them."""
-        cache, more = EncoderDecoderCache(DynamicCache(), DynamicCache()), int(up)
+    def rounded(self, more: int) -> Tensor:
+        """Logits after all tokens of the encoder, without a mask, or with one that hides so many more behind them."""
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         hidden = torch.nn.functional.pad(self.hidden, (0, 0, 0, more))
         seen = torch.arange(hidden.shape[1], device=self._device) < self.hidden.shape[1]
-        return self(cache, hidden, seen.long()[None] if up else None)
+        return self(cache, hidden, seen.long()[None] if more else None)
 
     def static(self, cache: EncoderDecoderCache, unwritten: float) -> Tensor:
         """Logits after a second token over a static cache whose other slots hold any numbers."""
@@ -85,8 +86,8 @@ def learned_with_encoder(model: Any, given: Mapping[str, Any]) -> Learned:
         raise NotCaptured("its steps over a static cache compute other logits")
     masked = call.mask is None or call.mask.dim() == 2
     hides = masked and torch.equal(call.of_two(other=False), call.of_two(other=True))
-    # a mask of the encoder's inputs is another's where it has as many places as there are outputs (Speech2Text)
-    hides = hides and _close(call.rounded(up=True), call.rounded(up=False))
+    # a mask is another's where the model takes it for one of the encoder's inputs (Speech2Text, SpeechT5)
+    hides = hides and all(_close(call.rounded(more), call.rounded(0)) for more in BEHIND)
     return Learned(int(logits.shape[-1]), *found, hides, call.carrier)
 
 
