@@ -150,6 +150,15 @@ CAPTURED = (SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor,
 WATCHING = (WhisperNoSpeechDetection,)  # they read the first scores, and change none
 
 
+def watches_once(processor: WhisperNoSpeechDetection, begun: Tensor, unchanged: bool) -> bool:
+    """Whether a processor has done all that it does once it was called with ids[B, L] and the first logits.
+
+    unchanged: whether these are the scores that it would get. It reads them only where nothing but the first token of a
+    transcript was given; else it calls the model itself.
+    """
+    return processor.begin_index <= begun.shape[1] and (unchanged or processor.start_of_trans_offset > 1)
+
+
 def part_of(processor: Any, name: str, begun: Tensor | None) -> Part | None:
     """The part of a sampler that does what a processor does; None where the host must run it.
 

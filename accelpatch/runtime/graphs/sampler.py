@@ -23,7 +23,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from accelpatch.kernels import regions
 from accelpatch.kernels.ops.sampling.greedy import greedy_, leave_
-from accelpatch.runtime.graphs.logits_processors import WATCHING, Part, Tables, part_of
+from accelpatch.runtime.graphs.logits_processors import WATCHING, Part, Tables, part_of, watches_once
 
 # They read nothing but the scores, so transformers' own code can be captured and gives the same numbers.
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
@@ -85,12 +85,12 @@ class Sampler:
 
     def _add(self, processor: Any, begun: Tensor | None) -> None:
         """Take a processor, behind those before it; raises Unknown."""
-        changed = bool(self._suppressing or self._parts or self._warpers)
+        unchanged = not (self._suppressing or self._parts or self._warpers)
         if type(processor) in SUPPRESSING and not self._parts and not self._warpers:
             self._suppressing.append(processor)
         elif type(processor) in WARPERS:
             self._warpers.append(processor)
-        elif type(processor) in WATCHING and begun is not None and not changed:
+        elif type(processor) in WATCHING and begun is not None and watches_once(processor, begun, unchanged):
             self.watching.append(processor)
         else:
             part = None if self._warpers else part_of(processor, f"processor {len(self._parts)}", begun)
