@@ -1,4 +1,4 @@
-"""Models that hear, besides Whisper, by captured steps (Moonshine, Speech2Text, SpeechT5), and one that speaks."""
+"""Speech to text besides Whisper by captured steps (Moonshine, Speech2Text, SpeechT5), and text to speech."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_outputs_of_an_encoder_that_the_caller_hands_in(name: str) -> None:
     assert model.accelpatch.report().paths[CAPTURED] == 7
 
 
-def test_a_model_that_speaks_runs_its_own_loop() -> None:
+def test_text_to_speech_runs_its_own_loop() -> None:
     """It writes no tokens: each of its steps is a frame of a spectrogram."""
     torch.manual_seed(0)
     model = transformers.SpeechT5ForTextToSpeech(transformers.SpeechT5Config(**IDS, **BOTH, **SPEECH_T5)).eval()
