@@ -6,6 +6,7 @@ rejected tokens lie behind the batch's slot, where the next check writes over th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,10 +32,17 @@ class StatesCheck:
     """
 
     def __init__(self, step: CapturedStep, drafts: Drafts, wanted: Sequence[int], graph: GraphOf):
-        self._step, self._drafts, self._wanted = step, drafts, tuple(wanted)
+        self._held = weakref.ref(step)  # which holds this
+        self._drafts, self._wanted = drafts, tuple(wanted)
         self.states: list[Tensor] = []
         self.slots = torch.arange(step.capacity, device=step.batch.device)
         self.graph: Graph = graph(self._run)
+
+    @property
+    def _step(self) -> CapturedStep:
+        step = self._held()
+        assert step is not None
+        return step
 
     def _run(self) -> None:
         step, drafts = self._step, self._drafts
@@ -48,7 +56,8 @@ class StatesCheck:
         self.states = states
 
     def _fused(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, list[Tensor]]:
-        step, fused = self._step, self._step.fused
+        step = self._step
+        fused = step.fused
         assert fused is not None
         seen: list[Tensor] = []
         call = StepCall(fused.decoder(), step.cache, positions, step.batch.slot, step.mask)
