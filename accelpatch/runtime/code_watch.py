@@ -23,6 +23,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from accelpatch import own_code
 from accelpatch.modules import attention_settings as attention
 from accelpatch.own_code.wrapped_forward import bind_wrapped
+from accelpatch.runtime.graphs.logits_processors import CAPTURED, WATCHING
 from accelpatch.runtime.graphs.sampler import CRITERIA, SUPPRESSING, WARPERS
 
 CODE = "_accelpatch_code"  # the attribute of a patched model, and of the models inside it, that holds its CodeWatch
@@ -31,7 +32,8 @@ LOOP = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", 
 CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer)
 # Methods that steps over their own caches stand for.
 CACHED = ("update", "get_seq_length", "get_mask_sizes", "reorder_cache")
-PICKING = (*SUPPRESSING, *WARPERS, *CRITERIA, LogitsProcessorList, StoppingCriteriaList)  # what samplers stand for
+#: what samplers stand for
+PICKING = (*SUPPRESSING, *WARPERS, *CAPTURED, *WATCHING, *CRITERIA, LogitsProcessorList, StoppingCriteriaList)
 
 HELD_OFF = 10.0  # seconds that a new call waits at most for a change that waits for the calls before it
 

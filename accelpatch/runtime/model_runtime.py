@@ -28,6 +28,7 @@ class ModelRuntime:
     padding = "remove"
     kv_cache = "auto"
     compiled: Any = None  # the model's forward, compiled; None where the recipe does not ask for it
+    heads: Any = None  # transformers' generator by the model's MTP heads, once they were read (mtp_heads.py)
     begin: Any = None  # called with ids and configuration before generate() decodes; None for nothing
     static_cache = False  # whether generate() makes a static cache, for the compiled forward
 

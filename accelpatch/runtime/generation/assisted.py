@@ -1,4 +1,5 @@
-"""generate() with the drafts of a model (`assistant_model=`, `assistant_early_exit=`) over captured or native steps.
+"""generate() with drafts (`assistant_model=`, `assistant_early_exit=`, `prompt_lookup_num_tokens=`) over captured or
+native steps.
 
 What they cannot do runs transformers' own loop over the patched modules, and the report says why.
 """
@@ -17,13 +18,21 @@ from accelpatch.kernels.triton.launch import on_device
 from accelpatch.report import NO_DRAFTS
 from accelpatch.runtime.code_watch import CodeWatch
 from accelpatch.runtime.cpu.native_step import NativeRuntime
+from accelpatch.runtime.generation.candidate_drafts import (
+    CandidateLookup,
+    candidate_generator,
+    kind,
+    settings_of,
+    source_of,
+)
 from accelpatch.runtime.generation.captured_run import CapturedRun
 from accelpatch.runtime.generation.decoding import loop
 from accelpatch.runtime.generation.draft_model_run import AssistantRun, DraftRun, ExitRun, why_not_assistant
-from accelpatch.runtime.generation.drafted_loop import DeviceLoop, Drafted
+from accelpatch.runtime.generation.drafted_loop import Checked, DeviceLoop, Drafted
 from accelpatch.runtime.generation.drafter import Limit, Pace, threshold_of
 from accelpatch.runtime.generation.hosted_drafts import ModelLookup
 from accelpatch.runtime.generation.native_drafts import native_assisted, native_why_not
+from accelpatch.runtime.generation.state_drafts import StatesLookup, from_states, states_why_not
 from accelpatch.runtime.graphs.batch import DRAFTS, TOKENS
 from accelpatch.runtime.graphs.drafts import several_tokens_why_not
 from accelpatch.runtime.graphs.kv_cache import NotCaptured
@@ -54,7 +63,7 @@ def assisting(cls: Any, name: str) -> Any:
         extra = {"inputs_tensor": inputs_tensor, "assistant_tokenizer": assistant_tokenizer, "tokenizer": tokenizer}
         if runtime is not None and runtime.begin is not None:
             runtime.begin(input_ids, generation_config)
-        if runtime is not None and generation_config.prompt_lookup_num_tokens is None:
+        if runtime is not None:
             return assisted(self, runtime, stock, given, synced_gpus, streamer, assistant_model, extra, kwargs)
         return stock(*given, synced_gpus, streamer, assistant_model=assistant_model, **extra, **kwargs)
 
@@ -63,21 +72,18 @@ def assisting(cls: Any, name: str) -> Any:
 
 def kind_why_not(model: Any, config: Any, assistant: Any, extra: dict[str, Any]) -> str | None:
     """Why drafts of this kind are transformers' own affair; None where captured steps may make them."""
-    if getattr(config, "use_mtp", False):
-        return "MTP heads"
-    if getattr(config, "speculation_type", None) == "dflash":
-        return "DFlash"
     if getattr(config, "assistant_ensemble_weight", None) is not None:
         return "assistant_ensemble_weight"
     if (layers := config.assistant_early_exit) is not None:
         count = model.config.get_text_config(decoder=True).num_hidden_layers
         return None if 0 < layers <= count else f"an exit after {layers} of {count} layers"
-    if assistant is None:
+    candidates = from_states(config, assistant) or kind(config, assistant, extra)
+    if assistant is None and candidates is None:
         return "no assistant"
-    if extra.get("tokenizer") is not None and extra.get("assistant_tokenizer") is not None:
-        return "another tokenizer"
-    if model.config.is_encoder_decoder or assistant.config.is_encoder_decoder:
+    if model.config.is_encoder_decoder or (assistant is not None and assistant.config.is_encoder_decoder):
         return "an encoder-decoder"
+    if candidates == "another tokenizer" and config.do_sample:
+        return "another tokenizer, whose sampled tokens are another's"
     if type(assistant).__name__.startswith(("Gemma4Assistant", "Gemma4UnifiedAssistant")):
         return type(assistant).__name__
     return None
@@ -91,12 +97,16 @@ def assisted(
     ids, *_, config = given
     reason = kind_why_not(model, config, assistant, extra) or ("several rows" if len(ids) > 1 else None)
     if reason is None and isinstance(runtime, NativeRuntime):
-        reason = native_why_not(model, runtime, given, synced_gpus, assistant, kwargs)
+        candidates = kind(config, assistant, extra) is not None
+        reason = from_states(config, assistant) or native_why_not(
+            model, runtime, given, synced_gpus, None if candidates else assistant, kwargs
+        )
         if reason is None:
-            return native_assisted(model, runtime, given, streamer, assistant, kwargs)
+            generator = candidate_generator(model, given, assistant, extra, kwargs) if candidates else None
+            return native_assisted(model, runtime, given, streamer, assistant, kwargs, generator)
     elif reason is None and isinstance(runtime, CapturedRuntime):
         with on_device(ids), ExitStack() as held, torch.no_grad():
-            call = _Call(model, runtime, assistant, given, streamer, kwargs)
+            call = _Call(model, runtime, assistant, given, streamer, extra, kwargs)
             reason = call.why_not(synced_gpus, held)
             if reason is None:
                 return call.run()
@@ -108,15 +118,24 @@ class _Call:
     """One call that a model drafts for."""
 
     def __init__(
-        self, model: Any, runtime: CapturedRuntime, assistant: Any, given: tuple[Any, ...], streamer: Any, kwargs: Any
-    ):
+        self, model: Any, runtime: CapturedRuntime, assistant: Any, given: tuple[Any, ...], streamer: Any,
+        extra: dict[str, Any], kwargs: Any,
+    ):  # fmt: skip
         self._model, self._runtime, self._assistant = model, runtime, assistant
         self._ids, self._processors, self._criteria, self._config = given
         self._streamer, self._kwargs = streamer, kwargs
         self._by_host = ""  # why the host chooses each token
         self._exit: int | None = self._config.assistant_early_exit
+        self._states = from_states(self._config, assistant)
+        self._candidates = self._states or kind(self._config, assistant, extra)
+        self._extra = extra
+        self._generator: Any = None  # transformers', of candidates
         self._source = model if self._exit is not None else assistant
-        self._settings = self._source.generation_config
+        if self._candidates is not None:
+            self._by_host, self._settings = f"drafts of {self._candidates}", settings_of(self._config, assistant)
+            self._source = source_of(model, self._candidates, assistant)
+        else:
+            self._settings = self._source.generation_config
 
     def why_not(self, synced: bool, held: ExitStack) -> str | None:
         """Why transformers' own loop must run, or None; then both models are locked until `held` ends."""
@@ -130,7 +149,10 @@ class _Call:
         try:
             self._run = CapturedRun(self._model, runtime, self._step())
             step = self._run.step
-            if reason := several_tokens_why_not(step, runtime.captured.fused):
+            reason = several_tokens_why_not(step, runtime.captured.fused)
+            if self._states is not None and (step.fused is None or reason is None):
+                reason = states_why_not(self._config, self._kwargs, runtime.captured.form, step.fused is not None)
+            if reason is not None:
                 return reason
             with torch.inference_mode(False):
                 return self._prepare(drafts_of(step.batch), held)
@@ -150,6 +172,12 @@ class _Call:
     def _prepare(self, drafts: ModelDrafts, held: ExitStack) -> str | None:
         """Make what drafts; returns why it cannot be."""
         self._drafts, threshold = drafts, threshold_of(self._settings)
+        if self._candidates is not None:
+            given = (self._ids, self._processors, self._criteria, self._config)
+            self._generator = candidate_generator(self._model, given, self._assistant, self._extra, self._kwargs)
+            if self._states is not None:
+                self._generator.do_sample = False  # random numbers are those of a call without drafts
+            return None
         if self._exit is not None:
             self._drafter: DraftRun = ExitRun(self._run, self._exit, drafts, self._sampler, threshold)
             return None
@@ -175,7 +203,7 @@ class _Call:
                 raise Unknown("scores or logits were asked for")
             self._sampler = Sampler(self._processors, self._criteria, config.do_sample, self._ids.shape[1])
         except Unknown as reason:
-            self._by_host = str(reason)
+            self._by_host = self._by_host or str(reason)
             self._sampler = Sampler([], [], False, 0)
 
     def _runtime_of(self, assistant: Any) -> CapturedRuntime:
@@ -197,16 +225,23 @@ class _Call:
         """The result of generate()."""
         limit = Limit(self._settings, DRAFTS)
         pace = self._runtime.paces.setdefault(self._source, Pace())
-        given = (self._run, self._drafts, self._drafter, pace, limit)
         try:
+            if self._generator is not None:
+                return self._hosted(Checked(self._run, self._drafts, pace, limit))
+            given = (self._run, self._drafts, self._drafter, pace, limit)
             return self._hosted(Drafted(*given)) if self._by_host else self._late(DeviceLoop(*given))
         finally:
-            self._drafter.close()
+            if self._generator is None:
+                self._drafter.close()
             limit.keep()
 
-    def _hosted(self, drafted: Drafted) -> Any:
-        run = self._run
-        steps = run.drafting = ModelLookup(drafted, self._ids, self._criteria.max_length)
+    def _hosted(self, checked: Checked) -> Any:
+        run, most = self._run, self._criteria.max_length
+        if self._generator is None:
+            steps = run.drafting = ModelLookup(checked, self._ids, most)
+        else:
+            looking_up = CandidateLookup if self._states is None else StatesLookup
+            steps = run.drafting = looking_up(checked, self._generator, self._ids, most)
         self._runtime.paths[f"token chosen by the host: {self._by_host}"] += 1
         given = (self._ids, self._processors, self._criteria, self._config, self._streamer, self._kwargs)
         with run:

@@ -78,6 +78,7 @@ class CapturedRun:
         self._contents: Contents | None = None  # of the call's cache, in that of the step
         self._seen = True  # whether the caller can see the cache after the call
         self._first = 0
+        self.states: Any = None  # the hidden states of the prompt, where they were asked for
 
     def __enter__(self) -> CapturedRun:
         return self
@@ -95,6 +96,11 @@ class CapturedRun:
             drafting.report(paths)
         paths[CAPTURED] += steps
         paths[self.runtime.captured.way(self.step)] += steps
+
+    @property
+    def model(self) -> Any:
+        """The model whose call it is."""
+        return self._model
 
     def looking_up(self, ids: Tensor, end: int | None) -> Lookup | None:
         """This run with draft tokens, where the recipe asks for them and they are possible; else None."""
@@ -119,6 +125,7 @@ class CapturedRun:
             before = self._by_fused_layers()
             with self.runtime.prompting():
                 outputs = self._model._prefill(ids, config, kwargs, is_first_iteration=True)
+            self.states = getattr(outputs, "hidden_states", None)
             cache = cache_of(outputs)  # Phi-3 makes a new cache where its rotary frequencies change
             logits, length = outputs.logits[:, -1].to(copy=True, dtype=torch.float32), cache.get_seq_length()
             if self.step.fused and self._by_fused_layers() == before:

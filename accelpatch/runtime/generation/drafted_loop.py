@@ -25,25 +25,13 @@ from accelpatch.runtime.graphs.sampler import Reports, Sampler
 from accelpatch.runtime.graphs.step import CAPTURE_ERRORS, first_line
 
 
-class Drafted:
-    """A call whose drafts a model makes: what the loops of the device and of the host share.
+class Checked:
+    """A call whose drafts captured steps check. counts: what became of the drafts."""
 
-    counts: what became of the drafts. text: the tokens so far.
-    """
-
-    def __init__(self, run: CapturedRun, drafts: ModelDrafts, drafter: DraftRun, pace: Pace, limit: Limit):
-        self.run, self.drafts, self.drafter, self.pace, self.limit = run, drafts, drafter, pace, limit
+    def __init__(self, run: CapturedRun, drafts: ModelDrafts, pace: Pace, limit: Limit):
+        self.run, self.drafts, self.pace, self.limit = run, drafts, pace, limit
         self.counts = Counts(pace)
-        self.text: list[int] = []
         self.fresh = False  # whether something was captured or caught up with, so that times say nothing
-
-    def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
-        """Logits [1, V] float32 after the prompt, which the draft model caches too."""
-        self.text = ids[0].tolist()  # read before the prompt runs: the device is still idle
-        mask = kwargs.get(self.run.mask)
-        logits = self.run.prompt(ids, config, kwargs)
-        self.drafter.prompt(ids, mask)
-        return logits
 
     def check(self, drafts: int) -> Graph | None:
         """The captured step over so many draft tokens or more; None where there is no room, or it cannot be captured.
@@ -69,6 +57,26 @@ class Drafted:
                 run.runtime.paths[f"{NO_DRAFTS}{type(error).__name__}: {first_line(error)}"] += 1
                 return None
         return held[tokens]
+
+
+class Drafted(Checked):
+    """A call whose drafts a model's captured steps make: what the loops of the device and of the host share.
+
+    text: the tokens so far.
+    """
+
+    def __init__(self, run: CapturedRun, drafts: ModelDrafts, drafter: DraftRun, pace: Pace, limit: Limit):
+        super().__init__(run, drafts, pace, limit)
+        self.drafter = drafter
+        self.text: list[int] = []
+
+    def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Logits [1, V] float32 after the prompt, which the draft model caches too."""
+        self.text = ids[0].tolist()  # read before the prompt runs: the device is still idle
+        mask = kwargs.get(self.run.mask)
+        logits = self.run.prompt(ids, config, kwargs)
+        self.drafter.prompt(ids, mask)
+        return logits
 
 
 class DeviceLoop(Drafted):

@@ -20,9 +20,11 @@ from accelpatch.runtime.generation.captured_run import CapturedRun
 from accelpatch.runtime.generation.decoding import loop
 from accelpatch.runtime.generation.encoder_decoder_run import EncoderDecoderRun
 from accelpatch.runtime.generation.speculation import Late
+from accelpatch.runtime.graphs.batch import Batch
+from accelpatch.runtime.graphs.capture import Graph
 from accelpatch.runtime.graphs.kv_cache import NotCaptured
 from accelpatch.runtime.graphs.runtime import CapturedRuntime
-from accelpatch.runtime.graphs.sampler import Reports, Sampler, Unknown
+from accelpatch.runtime.graphs.sampler import SCORES, Reports, Sampler, Unknown
 
 Stock = Callable[..., Any]
 
@@ -82,24 +84,51 @@ def _decode(
     run: CapturedRun, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any, kwargs: dict[str, Any]
 ) -> Any:
     steps = run.looking_up(ids, criteria.max_length) or run
+    kept = _Kept(config)
     try:
-        if config.return_dict_in_generate and (config.output_scores or config.output_logits):
+        if (kept.scores is not None or kept.logits is not None) and run.lookup is not None:
             raise Unknown("scores or logits were asked for")
-        sampler = Sampler(processors, criteria, config.do_sample, ids.shape[1])
+        sampler = Sampler(processors, criteria, config.do_sample, ids.shape[1], ids, kept.scores is not None)
     except Unknown as reason:
         run.runtime.paths[f"token chosen by the host: {reason}"] += 1
         with run:
             return loop(steps, ids, processors, criteria, config, streamer, kwargs, run.result)
     with run:
         logits = steps.prompt(ids, config, kwargs)
-        made = _late(run, sampler, config, logits, streamer, criteria.max_length - ids.shape[1])
+        for processor in sampler.watching:
+            processor(ids, logits)
+        made = _late(run, sampler, config, logits, streamer, criteria.max_length - ids.shape[1], kept)
     sequences = torch.cat([ids, made.to(ids.device)], dim=1)
     if not config.return_dict_in_generate:
         return sequences
-    return run.result(sequences=sequences, **{CACHE: run.kwargs.get(CACHE)})
+    return run.result(sequences=sequences, **kept.of_all(ids.device), **{CACHE: run.kwargs.get(CACHE)})
 
 
-def _late(run: CapturedRun, sampler: Sampler, config: Any, logits: Tensor, streamer: Any, most: int) -> Tensor:
+class _Kept:
+    """The scores and logits [B, V] of each token that the caller asks for, copied on the device; None for none."""
+
+    def __init__(self, config: Any):
+        asked = bool(config.return_dict_in_generate)
+        self.scores: list[Tensor] | None = [] if asked and config.output_scores else None
+        self.logits: list[Tensor] | None = [] if asked and config.output_logits else None
+
+    def choose(self, graph: Graph, batch: Batch) -> None:
+        """Queue the sampler, and the copies."""
+        if self.logits is not None:
+            self.logits.append(batch.logits.clone())
+        graph.replay()
+        if self.scores is not None:
+            self.scores.append(batch.tables[SCORES].clone())
+
+    def of_all(self, device: torch.device) -> dict[str, Any]:
+        """By their names in generate()'s result."""
+        both = {"scores": self.scores, "logits": self.logits}
+        return {name: None if one is None else tuple(each.to(device) for each in one) for name, one in both.items()}
+
+
+def _late(
+    run: CapturedRun, sampler: Sampler, config: Any, logits: Tensor, streamer: Any, most: int, kept: _Kept
+) -> Tensor:
     """New tokens [B, N], N up to `most`, on the host. Each report is read while the model's next step runs."""
     batch = run.step.batch
     graph = run.sampler(sampler, config._pad_token_tensor if sampler.ends is not None else None)
@@ -108,7 +137,7 @@ def _late(run: CapturedRun, sampler: Sampler, config: Any, logits: Tensor, strea
         return Late(run.lookup, graph, run.all_rows(sampler), streamer, most).run()
     reports = Reports(batch.report)
     made: list[Tensor] = []
-    graph.replay()
+    kept.choose(graph, batch)
     reports.send()
     going_on = True
     while going_on:
@@ -118,7 +147,7 @@ def _late(run: CapturedRun, sampler: Sampler, config: Any, logits: Tensor, strea
         report = reports.wait()
         going_on = ahead and bool(report[-1])
         if going_on:  # queued before the streamer, which may be slow, is called
-            graph.replay()
+            kept.choose(graph, batch)
             reports.send()
         made.append(report[:-1])
         run.used(len(made) - 1)  # in case the streamer raises

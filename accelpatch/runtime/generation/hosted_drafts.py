@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from accelpatch.runtime.generation.drafted_loop import Drafted
+from accelpatch.runtime.generation.drafted_loop import Checked, Drafted
 from accelpatch.runtime.generation.drafter import PacedDrafter
 from accelpatch.runtime.generation.speculation import Lookup
 from accelpatch.runtime.graphs.batch import DRAFTS
@@ -40,18 +40,23 @@ class HostDrafter(PacedDrafter):
 
 
 class ModelLookup(Lookup):
-    """Steps for the loop of the host, of which some check drafts of a model."""
+    """Steps for the loop of the host, of which some check drafts."""
 
-    def __init__(self, drafted: Drafted, ids: Tensor, end: int | None):
-        super().__init__(drafted.run, drafted.drafts.drafts, ids, end)
-        self._drafted_by = drafted
+    def __init__(self, checked: Checked, ids: Tensor, end: int | None):
+        super().__init__(checked.run, checked.drafts.drafts, ids, end)
+        self._checked = checked
 
     def prompt(self, ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Tensor:
         """As of Lookup."""
-        logits = self._drafted_by.prompt(ids, config, kwargs)
-        self.known = HostDrafter(self._drafted_by)
+        logits = (self._checked if isinstance(self._checked, Drafted) else self.run).prompt(ids, config, kwargs)
+        self.known = self.drafter(ids)
         self.known.end = self._end
         return logits
+
+    def drafter(self, ids: Tensor) -> PacedDrafter:
+        """What proposes draft tokens after the prompt ids[1, L], which has run."""
+        assert isinstance(self._checked, Drafted)
+        return HostDrafter(self._checked)
 
     def draft(self) -> list[int] | None:
         """As of Lookup."""
@@ -59,7 +64,7 @@ class ModelLookup(Lookup):
 
     def verify(self, drafted: list[int]) -> None:
         """As of Lookup."""
-        check = self._drafted_by.check(DRAFTS)
+        check = self._checked.check(DRAFTS)
         assert check is not None
         self.drafts.send([*drafted, *[0] * (DRAFTS - len(drafted))])
         check.replay()
@@ -69,6 +74,6 @@ class ModelLookup(Lookup):
         """As of Lookup."""
         if self._drafted:
             self.known.learn(self._drafted - len(self._due))
-        if isinstance(self.known, HostDrafter):
+        if isinstance(self.known, PacedDrafter):
             self.known.finish()
-        self._drafted_by.counts.report(paths)
+        self._checked.counts.report(paths)

@@ -20,6 +20,7 @@ from accelpatch.models.multimodal import is_multimodal
 from accelpatch.runtime.cpu.native_row import NativeRow
 from accelpatch.runtime.cpu.native_step import NativeRuntime
 from accelpatch.runtime.cpu.torch_threads import all_threads, one_thread
+from accelpatch.runtime.generation.candidate_drafts import CandidateDrafter, settings_of, source_of
 from accelpatch.runtime.generation.decoding import NativeSteps, loop, stock_loop_because
 from accelpatch.runtime.generation.drafter import Counts, Limit, Pace, PacedDrafter, threshold_of
 
@@ -153,7 +154,7 @@ class NativeExit(NativeDrafter):
 class DraftedSteps:
     """Steps for the loop, of which some check draft tokens. end: the most tokens of the sequence."""
 
-    def __init__(self, model: Any, runtime: NativeRuntime, drafter: NativeDrafter, end: int):
+    def __init__(self, model: Any, runtime: NativeRuntime, drafter: NativeDrafter | CandidateDrafter, end: int):
         self._steps, self._drafter = NativeSteps(model, runtime), drafter
         drafter.end = end
         self._model, self._runtime = model, runtime
@@ -249,15 +250,24 @@ def _assistant_why_not(assistant: Any) -> str | None:
 
 @torch.no_grad()
 def native_assisted(
-    model: Any, runtime: NativeRuntime, given: tuple[Any, ...], streamer: Any, assistant: Any, kwargs: dict[str, Any]
-) -> Any:
-    """The result of generate() with drafts of `assistant`. given: as of captured_loop."""
+    model: Any, runtime: NativeRuntime, given: tuple[Any, ...], streamer: Any, assistant: Any, kwargs: dict[str, Any],
+    generator: Any = None,
+) -> Any:  # fmt: skip
+    """The result of generate() with drafts of `assistant`, or of one of transformers' generators.
+
+    given: as of captured_loop.
+    """
     ids, processors, criteria, config = given
     source = model if config.assistant_early_exit is not None else assistant
-    limit = Limit(source.generation_config, DRAFTS)
+    limit = Limit(settings_of(config, assistant) if generator is not None else source.generation_config, DRAFTS)
+    if generator is not None and config.prompt_lookup_num_tokens is not None:
+        source = source_of(model, "prompt lookup", assistant)
     pace = runtime.paces.setdefault(source, Pace())
     counts = Counts(pace)
-    drafter = NativeDrafter(source, pace, limit, counts)
+    if generator is not None:
+        drafter: Any = CandidateDrafter(pace, limit, counts, generator)
+    else:
+        drafter = NativeDrafter(source, pace, limit, counts)
     if (layers := config.assistant_early_exit) is not None:
         drafter = NativeExit(source, pace, limit, counts, layers)
     steps = DraftedSteps(model, runtime, drafter, criteria.max_length)

@@ -35,6 +35,8 @@ from accelpatch.runtime.generation.assisted import assisting
 from accelpatch.runtime.generation.batching import CONTEXT, INIT, in_context, initialised
 from accelpatch.runtime.generation.decoding import decode, stock_loop_because
 from accelpatch.runtime.generation.graph_loop import captured_loop
+from accelpatch.runtime.generation.mtp_heads import NAME as CANDIDATES
+from accelpatch.runtime.generation.mtp_heads import making_candidates
 from accelpatch.runtime.generation.weight_methods import (
     PATCHED,
     REFUSED,
@@ -106,6 +108,7 @@ def _subclass(cls: Any, is_model: bool) -> type[nn.Module]:
     if is_model:
         body["_apply"] = moving(cls._apply)
         wrapped = {"_sample": _looping, ASSISTED: assisting, CACHES: _marking, "generate": _generating}
+        wrapped[CANDIDATES] = making_candidates
         body |= {name: wrap(cls, name) for name, wrap in wrapped.items() if hasattr(cls, name)}
         body |= {"save_pretrained": saving(cls.save_pretrained)} if hasattr(cls, "save_pretrained") else {}
         body |= {"push_to_hub": cls.push_to_hub} if hasattr(cls, "push_to_hub") else {}

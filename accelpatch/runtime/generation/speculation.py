@@ -161,9 +161,13 @@ class Lookup:
                 self.verify(self._due)
                 self.sample(0)
             else:
-                self.run.advance()
+                self.plain()
         self.run.used(len(self.known) - len(self._ids))
         return self.run.step.batch.logits.clone()
+
+    def plain(self) -> None:
+        """Queue a step over the last token alone."""
+        self.run.advance()
 
     def draft(self) -> list[int] | None:
         """The draft tokens after the last token; None where there are none, or the cache has no room for them."""

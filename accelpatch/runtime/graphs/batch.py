@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.runtime.graphs.capture import Graph
+from accelpatch.runtime.graphs.logits_processors import Tables, mark
 from accelpatch.runtime.graphs.sampler import Sampler
 
 SAMPLERS = 8  # captured samplers that a batch keeps
@@ -24,7 +25,8 @@ class Batch:
     tokens[B] int64: last token of each row. slot[B]: where the next one is cached. positions[B, 1]. state: the memory
     of these three. logits[B, V] float32. unfinished[B] bool. report[B + 1] int64: the new tokens, then whether any row
     goes on. ends, suppressed[V + 1] bool: ids that end a row, and ids suppressed while slot < suppressed_until[1].
-    pad[1]: the token of finished rows. arrived[B] int32: counters that are zero between launches.
+    pad[1]: the token of finished rows. arrived[B] int32: counters that are zero between launches. tables: what logits
+    processors read (logits_processors.py).
     """
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device):
@@ -38,6 +40,7 @@ class Batch:
         self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
         self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)
         self.ends, self.suppressed = (torch.zeros(vocabulary + 1, dtype=torch.bool, device=device) for _ in range(2))
+        self.tables: Tables = {}
         self.drafts: Drafts | None = None  # set where the recipe asks for draft tokens
         self.model_drafts: Any = None  # model_drafts.ModelDrafts, made when a model drafts
         self._samplers: OrderedDict[Any, Graph] = OrderedDict()
@@ -56,8 +59,9 @@ class Batch:
         """Set the tensors that the sampler reads, for rows with `slot` cached tokens. Does not wait for the device."""
         self.unfinished.fill_(True)
         self.suppressed_until.fill_(sampler.suppressed_until(slot))
-        _mark(self.ends, sampler.ends)
-        _mark(self.suppressed, sampler.suppressed)
+        mark(self.ends, sampler.ends)
+        mark(self.suppressed, sampler.suppressed)
+        sampler.begin_tables(self, slot)
         if pad is not None:
             self.pad.copy_(pad.reshape(-1)[:1])
 
@@ -65,6 +69,7 @@ class Batch:
         """The captured program of a sampler over this batch. Capturing it leaves the batch's state as it was."""
         if sampler.key not in self._samplers:
             kept = [self.tokens.clone(), self.unfinished.clone()]
+            sampler.make_tables(self)
             self._samplers[sampler.key] = graph(lambda: sampler.next_token(self))
             self.tokens.copy_(kept[0])
             self.unfinished.copy_(kept[1])
@@ -72,15 +77,6 @@ class Batch:
                 self._samplers.popitem(last=False)
         self._samplers.move_to_end(sampler.key)
         return self._samplers[sampler.key]
-
-
-def _mark(table: Tensor, ids: Tensor | None) -> None:
-    """Set the entries of `table`[V + 1] for `ids`; ids outside the vocabulary go to the last entry."""
-    table.fill_(False)
-    if ids is not None:
-        outside = table.shape[0] - 1
-        ids = ids.reshape(-1).to(table.device)
-        table.index_fill_(0, torch.where((ids >= 0) & (ids < outside), ids, outside), True)
 
 
 class Drafts:
@@ -104,7 +100,7 @@ class Drafts:
         self.outcome = torch.zeros(TOKENS + 2, **int64)
         self.report = self.outcome[:-1]
         self.suppressed_until, self.pad = batch.suppressed_until, batch.pad
-        self.ends, self.suppressed = batch.ends, batch.suppressed
+        self.ends, self.suppressed, self.tables = batch.ends, batch.suppressed, batch.tables
         self._sent = torch.zeros(DRAFTS, dtype=torch.int64, device="cpu", pin_memory=batch.device.type == "cuda")
         self._samplers: dict[Any, Graph] = {}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -47,16 +47,18 @@ class Source:
 @dataclass(frozen=True)
 class Learned:
     """What one token of an encoder-decoder shows. own, cross: what layers cache of the decoder's and of the encoder's
-    tokens. hides: whether tokens of the encoder that the mask hides have no effect."""
+    tokens. hides: whether tokens of the encoder that the mask hides have no effect. carrier: the class of the encoder's
+    outputs where these carry the mask."""
 
     vocabulary: int
     own: tuple[Cached, ...]
     cross: tuple[Cached, ...]
     hides: bool
+    carrier: Any = None
 
     def source(self, given: Mapping[str, Any]) -> Source:
         """The shapes that a graph for these arguments needs."""
-        hidden, mask = hidden_of(given), given.get(MASK)
+        hidden, mask = hidden_of(given), mask_of(given)
         length, size = int(hidden.shape[1]), int(hidden.shape[2])
         if self.hides and (mask is None or tuple(mask.shape) == tuple(hidden.shape[:2])):
             length = -(-length // ROUNDED) * ROUNDED
@@ -68,6 +70,25 @@ def hidden_of(given: Mapping[str, Any]) -> Tensor:
     """The encoder's output [B, S, K] among a call's arguments."""
     hidden: Tensor = given[OUTPUTS][0]
     return hidden
+
+
+def carrier_of(given: Mapping[str, Any]) -> Any:
+    """The class of the encoder's outputs among a call's arguments, where they carry the mask of theirs (Moonshine);
+    else None."""
+    kind = type(given[OUTPUTS])
+    return kind if issubclass(kind, ModelOutput) and MASK in {field.name for field in fields(kind)} else None
+
+
+def mask_of(given: Mapping[str, Any]) -> Any:
+    """The mask of the encoder's tokens, or of its inputs, among a call's arguments; None for none."""
+    return given.get(MASK) if carrier_of(given) is None else given[OUTPUTS].attention_mask
+
+
+def shown(hidden: Tensor, mask: Tensor | None, carrier: Any) -> dict[str, Any]:
+    """The arguments of a call of the model for what an encoder gave. carrier: as of Learned."""
+    if carrier is not None:
+        return {OUTPUTS: carrier(last_hidden_state=hidden, attention_mask=mask)}
+    return {OUTPUTS: BaseModelOutput(hidden)} | ({} if mask is None else {MASK: mask})
 
 
 class CrossLayer(CacheLayerMixin):
@@ -129,7 +150,7 @@ class CrossContents(Contents):
 def texts_of(given: Mapping[str, Any]) -> Tensor:
     """The number of the encoder's output that each row reads, the same for neighbours that read equal ones."""
     same = torch.ones(len(hidden_of(given)) - 1, dtype=torch.bool, device=hidden_of(given).device)
-    for one in (hidden_of(given), given.get(MASK)):
+    for one in (hidden_of(given), mask_of(given)):
         if one is not None:
             same = same & (one[1:] == one[:-1]).flatten(1).all(1).to(same.device)
     return torch.nn.functional.pad((~same).long().cumsum(0), (1, 0))
@@ -140,7 +161,7 @@ class Encoded(Lent):
     keys and values. Steps of several capacities share it."""
 
     def __init__(self, rows: int, source: Source, learned: Learned, device: torch.device):
-        self.source = source
+        self.source, self._carrier = source, learned.carrier
         dtype = learned.cross[0].dtype
         self.hidden = torch.zeros(rows, source.length, source.size, dtype=dtype, device=device)
         shape = None if source.mask is None else (rows, *source.mask)
@@ -167,7 +188,7 @@ class Encoded(Lent):
 
     def show(self, given: Mapping[str, Any]) -> None:
         """Copy the encoder's output and its mask from a call's arguments."""
-        hidden, mask = hidden_of(given), given.get(MASK)
+        hidden, mask = hidden_of(given), mask_of(given)
         length = hidden.shape[1]
         self.hidden[:, :length].copy_(hidden)
         if self.mask is not None and (mask is None or tuple(mask.shape[1:]) != self.source.mask):
@@ -177,6 +198,10 @@ class Encoded(Lent):
             self.mask.copy_(mask)
         if self.read is not None:
             self.read.show()
+
+    def given(self) -> dict[str, Any]:
+        """The arguments of a call of the model over it."""
+        return shown(self.hidden, self.mask, self._carrier)
 
 
 def _tensors(shapes: Sequence[Cached], rows: int, length: int) -> Any:
@@ -212,12 +237,11 @@ class EncoderDecoderStep(CapturedStep):
         """The arguments of the model's own forward."""
         batch, encoded = self.batch, self.encoded
         places = {"decoder_position_ids": batch.positions} if "decoder_position_ids" in self._accepted else {}
-        masks = {"decoder_attention_mask": self.mask} | ({} if encoded.mask is None else {MASK: encoded.mask})
         both = EncoderDecoderCache(self.cache, encoded.cache)
         if encoded.read is not None:
             setattr(both, STEP, CrossStep(batch.positions, batch.slot, self.mask, self.cache, encoded.read, self.ran))
-        given = {"decoder_input_ids": batch.tokens[:, None], OUTPUTS: BaseModelOutput(encoded.hidden), CACHE: both}
-        return {**given, **masks, **places}
+        given = {"decoder_input_ids": batch.tokens[:, None], "decoder_attention_mask": self.mask, CACHE: both}
+        return {**given, **encoded.given(), **places}
 
 
 def call_why_not(model: Any, given: Mapping[str, Any]) -> str | None:
@@ -228,7 +252,7 @@ def call_why_not(model: Any, given: Mapping[str, Any]) -> str | None:
     for name in ("decoder_attention_mask", "decoder_position_ids"):
         if given.get(name) is not None and given[name].dim() != 2:
             return f"{name} of another shape than [B, L]"
-    mask = given.get(MASK)
+    mask = mask_of(given)
     if mask is not None and not (isinstance(mask, Tensor) and len(mask) == len(states[0])):
         return "an attention mask of another number of rows"
     return cache_why_not(given.get(CACHE))
@@ -237,7 +261,7 @@ def call_why_not(model: Any, given: Mapping[str, Any]) -> str | None:
 def hides_all(given: Mapping[str, Any]) -> bool:
     """Whether the mask of a call hides every token of the encoder in some row: stock attends to all of them then. It
     waits for the device."""
-    mask = given.get(MASK)
+    mask = mask_of(given)
     return mask is not None and mask.dim() == 2 and not bool(mask.ne(0).any(1).all())
 
 

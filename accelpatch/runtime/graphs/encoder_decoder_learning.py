@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.spread import device_of
 from accelpatch.runtime.cache_form import why_not
-from accelpatch.runtime.graphs.encoder_decoder import MASK, OUTPUTS, Learned, hidden_of
+from accelpatch.runtime.graphs.encoder_decoder import Learned, carrier_of, hidden_of, mask_of, shown
 from accelpatch.runtime.graphs.kv_cache import CapturedLayer, NotCaptured, shapes_of
 
 SLOTS = 4  # of the small static cache of the check
 UNWRITTEN = 16.0  # what hidden slots hold in the check: far from what keys and values are
+BEHIND = (1, 7)  # hidden tokens of the check of masks
 ROUNDINGS = 32  # most roundings of the dtype, relative to the norm of the logits, by which the check may be off
 
 
@@ -27,14 +27,15 @@ class _Calls:
     def __init__(self, model: Any, given: Mapping[str, Any]):
         self._model, self._device = model, device_of(model)
         self.hidden: Tensor = hidden_of(given)[:1]
-        self.mask: Tensor | None = None if given.get(MASK) is None else given[MASK][:1]
+        mask = mask_of(given)
+        self.mask: Tensor | None = None if mask is None else mask[:1]
+        self.carrier = carrier_of(given)
 
     def __call__(self, cache: Any, hidden: Tensor, mask: Tensor | None, **more: Any) -> Tensor:
         """Logits [1, V] after token 0."""
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
-        shown = {} if mask is None else {MASK: mask}
-        call = {"decoder_input_ids": ids, OUTPUTS: BaseModelOutput(hidden), CACHE: cache, "use_cache": True}
-        logits: Tensor = self._model(**call, **shown, **more, return_dict=True).logits[:, -1]
+        call = {"decoder_input_ids": ids, CACHE: cache, "use_cache": True, **shown(hidden, mask, self.carrier)}
+        logits: Tensor = self._model(**call, **more, return_dict=True).logits[:, -1]
         return logits
 
     def of_two(self, other: bool) -> Tensor:
@@ -43,6 +44,13 @@ class _Calls:
         states = torch.cat([one, 1 - 2 * one if other else one], dim=1)
         mask = torch.tensor([[1, 0]], device=self._device)
         return self(EncoderDecoderCache(DynamicCache(), DynamicCache()), states, mask)
+
+    def rounded(self, more: int) -> Tensor:
+        """Logits after all tokens of the encoder, without a mask, or with one that hides so many more behind them."""
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        hidden = torch.nn.functional.pad(self.hidden, (0, 0, 0, more))
+        seen = torch.arange(hidden.shape[1], device=self._device) < self.hidden.shape[1]
+        return self(cache, hidden, seen.long()[None] if more else None)
 
     def static(self, cache: EncoderDecoderCache, unwritten: float) -> Tensor:
         """Logits after a second token over a static cache whose other slots hold any numbers."""
@@ -71,13 +79,20 @@ def learned_with_encoder(model: Any, given: Mapping[str, Any]) -> Learned:
     if own.get_seq_length() != 1 or any(layer.keys.shape[2] != length for layer in cross.layers):
         raise NotCaptured("its cross-attention does not cache the tokens of the encoder")
     found = shapes_of(own), shapes_of(cross)
-    one, other = (call.static(cache, unwritten).double() for unwritten in (0.0, UNWRITTEN))
+    one, other = (call.static(cache, unwritten) for unwritten in (0.0, UNWRITTEN))
     due = call(cache, call.hidden, call.mask)
-    bound = ROUNDINGS * torch.finfo(due.dtype).eps * due.double().norm()
-    if not (one - other).norm() <= bound:  # a product's sums may come in another order from call to call
+    if not _close(one, other):  # a product's sums may come in another order from call to call
         raise NotCaptured("its steps attend to slots of the cache that the mask hides")
-    if not (one - due).norm() <= bound:
+    if not _close(one, due):
         raise NotCaptured("its steps over a static cache compute other logits")
     masked = call.mask is None or call.mask.dim() == 2
     hides = masked and torch.equal(call.of_two(other=False), call.of_two(other=True))
-    return Learned(int(logits.shape[-1]), *found, hides)
+    # a mask is another's where the model takes it for one of the encoder's inputs (Speech2Text, SpeechT5)
+    hides = hides and all(_close(call.rounded(more), call.rounded(0)) for more in BEHIND)
+    return Learned(int(logits.shape[-1]), *found, hides, call.carrier)
+
+
+def _close(one: Tensor, due: Tensor) -> bool:
+    """Whether logits differ by roundings alone."""
+    difference = (one.double() - due.double()).norm()
+    return bool(difference <= ROUNDINGS * torch.finfo(one.dtype).eps * due.double().norm())

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.runtime.graphs.batch import GraphOf
 from accelpatch.runtime.graphs.capture import Graph
-from accelpatch.runtime.graphs.encoder_decoder import MASK, OUTPUTS, EncoderDecoderStep
+from accelpatch.runtime.graphs.encoder_decoder import EncoderDecoderStep
 from accelpatch.runtime.graphs.kv_cache import NotCaptured
 from accelpatch.runtime.graphs.step import CAPTURE_ERRORS
 
@@ -66,10 +65,14 @@ class FilledLayer(CacheLayerMixin):
 
 
 class CapturedPrompt:
-    """The graph of `length` tokens a row into the caches of a step; logits go into its batch."""
+    """The graph of `length` tokens a row into the caches of a step; the last ones' logits go into its batch.
+
+    logits[B, T, V]: after each of the tokens, until it runs again.
+    """
 
     def __init__(self, step: EncoderDecoderStep, length: int, graph: GraphOf):
         self._step = weakref.ref(step)  # which holds this
+        self.logits: Tensor | None = None
         self._ids = torch.zeros(step.batch.rows, length, dtype=torch.int64, device=step.batch.device)
         self._graph: Graph = graph(self._run)
 
@@ -83,10 +86,10 @@ class CapturedPrompt:
         assert step is not None
         encoded = step.encoded
         both = EncoderDecoderCache(*(Cache(layers=list(map(FilledLayer, one.layers))) for one in _caches(step)))
-        mask = {} if encoded.mask is None else {MASK: encoded.mask}
-        given = {"decoder_input_ids": self._ids, OUTPUTS: BaseModelOutput(encoded.hidden), CACHE: both, **mask}
+        given = {"decoder_input_ids": self._ids, CACHE: both, **encoded.given()}
         with weight_prefetch():
-            step.batch.logits.copy_(step.by_modules(given)[:, -1])
+            self.logits = step.by_modules(given)
+            step.batch.logits.copy_(self.logits[:, -1])
 
 
 def _caches(step: EncoderDecoderStep) -> tuple[Cache, Cache]:

@@ -37,16 +37,24 @@ class CapturedLayer(CacheLayerMixin):
         self.dtype, self.device = shape.dtype, shape.device
         self.is_initialized = True
         self._slot, self._rows = slot, torch.arange(batch, device=shape.device)
-        self.ahead = False  # whether the step under way has written its token here
+        self.ahead = 0  # tokens that the step under way has written here
 
     def lazy_initialization(self, *states: Any) -> None:
         """Does nothing: the tensors exist from the start."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one token's states [B, heads, 1, size] at its row's slot; returns all keys and values."""
-        self.keys[self._rows, :, self._slot] = key_states[:, :, 0]
-        self.values[self._rows, :, self._slot] = value_states[:, :, 0]
-        self.ahead = True
+        """Write one token's states [B, heads, 1, size] at its row's slot, or T tokens' of one row from its slot on;
+        returns all keys and values."""
+        self.ahead = key_states.shape[2]
+        if self.ahead == 1:
+            self.keys[self._rows, :, self._slot] = key_states[:, :, 0]
+            self.values[self._rows, :, self._slot] = value_states[:, :, 0]
+        elif isinstance(self.keys, Tensor) and isinstance(self.values, Tensor):
+            slots = self._slot + torch.arange(self.ahead, device=self.device)
+            self.keys.index_copy_(2, slots, key_states)
+            self.values.index_copy_(2, slots, value_states)
+        else:
+            raise NotCaptured("several tokens at once for modules over a cache in 8 bits")
         return floats(self.keys), floats(self.values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -55,8 +63,8 @@ class CapturedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> Tensor:
         """Number of cached tokens of the first row, as a tensor on the device."""
-        length = self._slot[0] + 1 if self.ahead else self._slot[0]
-        setattr(length, AT_MOST, self.get_max_length() - 1 + self.ahead)
+        length = self._slot[0] + self.ahead if self.ahead else self._slot[0]
+        setattr(length, AT_MOST, self.get_max_length() - (not self.ahead))
         return length
 
     def get_max_length(self) -> int:

@@ -119,6 +119,8 @@ def why_not(step: CapturedStep, ids: Tensor, kwargs: dict[str, Any]) -> str | No
         return "the cache holds tokens already"
     if kwargs.get("inputs_embeds") is not None:
         return "embeddings in place of ids"
+    if kwargs.get("output_hidden_states"):
+        return "drafts are made from its hidden states"
     if positions is None or positions.shape != ids.shape or (mask is not None and mask.shape != ids.shape):
         return "positions or an attention mask of another shape than the ids"
     if shows_media(kwargs):

@@ -23,10 +23,12 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from accelpatch.kernels import regions
 from accelpatch.kernels.ops.sampling.greedy import greedy_, leave_
+from accelpatch.runtime.graphs.logits_processors import WATCHING, Part, Tables, part_of, watches_once
 
 # They read nothing but the scores, so transformers' own code can be captured and gives the same numbers.
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 SUPPRESSING = (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor)
+SCORES = "scores"
 CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 
 
@@ -47,15 +49,26 @@ class Rows(Protocol):
     suppressed_until: Tensor
     pad: Tensor
     arrived: Tensor
+    tables: Tables
 
 
 class Sampler:
-    """The sampler for a generate() call whose prompt has `length` tokens. Raises Unknown where the host must sample."""
+    """The sampler for a generate() call whose prompt has `length` tokens. Raises Unknown where the host must sample.
 
-    def __init__(self, processors: Iterable[Any], criteria: Iterable[Any], do_sample: bool, length: int):
+    begun: the prompt's ids[B, length], where a processor may look back at them. watching: processors that are to be
+    called with these and the first logits, whatever they return. keeps: whether the program leaves each token's scores
+    in the batch's table SCORES[B, V].
+    """
+
+    def __init__(
+        self, processors: Iterable[Any], criteria: Iterable[Any], do_sample: bool, length: int,
+        begun: Tensor | None = None, keeps: bool = False,
+    ):  # fmt: skip
         self._warpers: list[Any] = []
         self._suppressing: list[Any] = []
-        self._length, self._do_sample = length, do_sample
+        self._parts: list[Part] = []
+        self.watching: list[Any] = []
+        self._length, self._do_sample, self._keeps = length, do_sample, keeps
         self.ends: Tensor | None = None
         left = list(CRITERIA)
         for criterion in criteria:
@@ -64,22 +77,33 @@ class Sampler:
             left.remove(type(criterion))
             self.ends = getattr(criterion, "eos_token_id", self.ends)
         for processor in processors:
-            if type(processor) in SUPPRESSING and not self._warpers:
-                self._suppressing.append(processor)
-            elif type(processor) in WARPERS:
-                self._warpers.append(processor)
-            else:
-                raise Unknown(type(processor).__name__)
+            self._add(processor, begun)
         if len(self._suppressing) > 1 and any(
             p.eos_token_id is not self._suppressing[0].eos_token_id for p in self._suppressing
         ):
             raise Unknown("minimum lengths with different end-of-sequence ids")
 
+    def _add(self, processor: Any, begun: Tensor | None) -> None:
+        """Take a processor, behind those before it; raises Unknown."""
+        unchanged = not (self._suppressing or self._parts or self._warpers)
+        if type(processor) in SUPPRESSING and not self._parts and not self._warpers:
+            self._suppressing.append(processor)
+        elif type(processor) in WARPERS:
+            self._warpers.append(processor)
+        elif type(processor) in WATCHING and begun is not None and watches_once(processor, begun, unchanged):
+            self.watching.append(processor)
+        else:
+            part = None if self._warpers else part_of(processor, f"processor {len(self._parts)}", begun)
+            if part is None or any(one.key == part.key for one in self._parts):
+                raise Unknown(type(processor).__name__)
+            self._parts.append(part)
+
     @property
     def key(self) -> Any:
         """Samplers with equal keys can share one captured program."""
         warpers = tuple((type(one), tuple(sorted(vars(one).items()))) for one in self._warpers)
-        return self._do_sample, bool(self._suppressing), self.ends is not None, warpers
+        parts = tuple(one.key for one in self._parts)
+        return self._do_sample, self._keeps, bool(self._suppressing), self.ends is not None, parts, warpers
 
     @property
     def draws(self) -> bool:
@@ -89,7 +113,7 @@ class Sampler:
     @property
     def alone(self) -> bool:
         """Whether a token depends only on its row's logits and length, so that many places can be sampled at once."""
-        return not self._do_sample and not self._warpers
+        return not self._do_sample and not self._warpers and all(part.alone for part in self._parts)
 
     @property
     def suppressed(self) -> Tensor | None:
@@ -104,13 +128,28 @@ class Sampler:
         ]
         return max(least, default=0) + slot - self._length
 
+    def make_tables(self, batch: Any) -> None:
+        """Make what the program reads of a Batch besides its own tensors, before it is captured."""
+        with torch.inference_mode(False):
+            if self._keeps and SCORES not in batch.tables:
+                batch.tables[SCORES] = torch.zeros_like(batch.logits)
+            for part in self._parts:
+                part.make(batch.tables, batch)
+
+    def begin_tables(self, batch: Any, slot: int) -> None:
+        """Set it, for rows with `slot` cached tokens."""
+        for part in self._parts:
+            part.begin(batch.tables, batch, slot - self._length)
+
     def scores(self, rows: Rows) -> Tensor:
-        """rows.logits [B, V] without suppressed ids, and warped."""
+        """rows.logits [B, V] as all processors leave them."""
         scores = rows.logits
         if self._suppressing:
             scores = scores.masked_fill(
                 (rows.slot[:, None] < rows.suppressed_until) & rows.suppressed[:-1], float("-inf")
             )
+        for part in self._parts:
+            scores = part.scores(rows.tables, rows.slot, scores)
         return self.warped(scores)
 
     def warped(self, scores: Tensor) -> Tensor:
@@ -123,11 +162,15 @@ class Sampler:
     def next_token(self, rows: Rows) -> None:
         """The program: rows.logits -> rows.tokens, unfinished and report. Among equal logits the lowest id wins."""
         scores = self.scores(rows)
+        if self._keeps:
+            rows.tables[SCORES].copy_(scores)
         state = (rows.unfinished, None if self.ends is None else rows.ends, rows.pad, rows.tokens, rows.report)
-        if not self._do_sample:
+        if self._do_sample:
+            leave_(drawn(nn.functional.softmax(scores, dim=-1)), *state)
+        else:
             greedy_(scores, *state, rows.arrived)
-            return
-        leave_(drawn(nn.functional.softmax(scores, dim=-1)), *state)
+        for part in self._parts:
+            part.chosen(rows.tables, rows.slot, rows.tokens)
 
 
 def drawn(chances: Tensor) -> Tensor:

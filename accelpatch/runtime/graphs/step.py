@@ -58,6 +58,7 @@ class CapturedStep(Lent):
         self.verification: Graph | None = None  # the step of several tokens; see drafts.py
         self.no_drafts = ""  # why there is no `verification`
         self.checks: dict[int, Graph] = {}  # steps of so many tokens, for the drafts of models
+        self.states: dict[Any, Any] = {}  # the same with hidden states: states_check.StatesCheck
         self.drafting: dict[Any, Any] = {}  # of a draft model: its programs (draft_model.py)
         self.exits: dict[int, Any] = {}  # by the number of layers: draft_model.ExitStep
         self.cache = Cache(layers=[CapturedLayer(shape, batch.rows, capacity, batch.slot, form) for shape in shapes])
@@ -103,7 +104,7 @@ class CapturedStep(Lent):
             return self.by_modules(self._given())[:, -1]
         finally:
             for layer in self.cache.layers:
-                layer.ahead = False
+                layer.ahead = 0
 
     @property
     def model(self) -> Any:

@@ -72,7 +72,7 @@ def sine(seconds: float) -> Any:
 def assert_steps(model: Any, least: int = 1) -> None:
     paths = model.accelpatch.report().paths
     assert paths[CAPTURED] >= least, paths
-    assert not any(path.startswith("stock loop") for path in paths), paths
+    assert not any(path.startswith(("stock loop", "token chosen by the host")) for path in paths), paths
 
 
 @pytest.mark.parametrize(
@@ -104,16 +104,40 @@ def test_long_sound_in_chunks_of_its_own() -> None:
     assert_steps(model, 10)
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk_length_s": 10, "batch_size": 2}], ids=["whole", "chunks in batches"])
-def test_a_sine_through_the_pipeline(tokenizer: Any, options: dict[str, Any]) -> None:
+def test_temperatures_and_silence() -> None:
+    """Long sound as Whisper's authors decode it: tokens drawn anew where they are unlikely, silence found, the device
+    choosing each token all the while."""
+    model, made = whisper(), []
+    sound = torch.randn(1, 16, 4500, generator=torch.Generator().manual_seed(0))
+    given = {"attention_mask": torch.ones(1, 4500, dtype=torch.long), "return_timestamps": True, "language": "en"}
+    given |= {"temperature": (0.0, 0.4), "compression_ratio_threshold": 1.35, "logprob_threshold": -1.0}
+    for one in (model, stock(model)):
+        torch.manual_seed(5)
+        made.append(one.generate(sound, max_new_tokens=24, no_speech_threshold=0.6, **given))
+    assert torch.equal(*made)
+    assert_steps(model, 10)
+
+
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "as it comes": ({}, {}),
+    "chunks in batches": ({"chunk_length_s": 10, "batch_size": 2}, {"num_beams": 1}),
+    "chunks in batches, beams": ({"chunk_length_s": 10, "batch_size": 2}, {"num_beams": 3}),
+    "timestamps": ({"chunk_length_s": 10, "batch_size": 2, "return_timestamps": True}, {"num_beams": 1}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_sine_through_the_pipeline(tokenizer: Any, name: str) -> None:
+    options, choosing = CALLS[name]
     model, results = whisper(), []
     for one in (model, stock(model)):
         recognise = pipeline(
             "automatic-speech-recognition", model=one, tokenizer=tokenizer,
             feature_extractor=WhisperFeatureExtractor(feature_size=16), device=-1, **options,
         )  # fmt: skip
-        given = {"max_new_tokens": 20, "language": "en"}
-        results.append(recognise({"raw": sine(22.0), "sampling_rate": RATE}, generate_kwargs=given))
+        given = {"max_new_tokens": 12, "language": "en", **choosing}
+        sounds = [{"raw": sine(seconds), "sampling_rate": RATE} for seconds in (22.0, 7.5)]
+        results.append(recognise(sounds, generate_kwargs=given))
     assert results[0] == results[1]
-    assert results[0]["text"]
+    assert all(one["text"] for one in results[0])
     assert_steps(model, 10)
