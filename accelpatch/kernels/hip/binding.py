@@ -42,6 +42,9 @@ _FLAGS = (
     "shallow",
     "dependent",
 )
+# at the end, of functions with adapters alone
+_LOW_RANK = ("down", "up", "low")
+_LOW_RANK_SIZES = ("rank", "ranks", "second_part", "third_part")
 
 # entries without a format argument
 _FORMLESS = ("accelpatch_gemv", "accelpatch_gemv_w8a8", "accelpatch_gemv_compact", "accelpatch_unpack_compact")
@@ -64,6 +67,8 @@ class GemvArgs(ctypes.Structure):
         + [(name, ctypes.c_int64) for name in _SIZES]
         + [("epsilon", ctypes.c_float)]
         + [(name, ctypes.c_int32) for name in _FLAGS]
+        + [(name, ctypes.c_void_p) for name in _LOW_RANK]
+        + [(name, ctypes.c_int32) for name in _LOW_RANK_SIZES]
     )
 
 
