@@ -167,8 +167,8 @@ template <class F, class T> int launch_as_clusters(const GemvArgs& a, const Devi
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
 
-// Where blocks do not wait for each other: what adapters add, before the product.
 #if defined(LOW_RANK)
+// Where blocks do not wait for each other: what adapters add, before the product.
 template <class T>
 int launch_low_rank(const GemvArgs& a, const GemvPlan& made, const DeviceLimits& limits, GpuStream stream) {
     GemvPlan plan = made;
@@ -179,8 +179,6 @@ int launch_low_rank(const GemvArgs& a, const GemvPlan& made, const DeviceLimits&
     return launch_kernel(
         low_rank_kernel<T>, blocks, THREADS, int(layout.bytes), stream, limits, a.dependent >= 0, a, plan);
 }
-#else
-template <class T> int launch_low_rank(const GemvArgs&, const GemvPlan&, const DeviceLimits&, GpuStream) { return 0; }
 #endif
 
 template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
@@ -205,9 +203,11 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
     if constexpr (F::QUANTIZES && NARROW_TOKENS > 0) {
         if (narrow) kernel = kernel_of<F, T, true>(depth);
     }
-    if constexpr (ADAPTED && !BLOCKS_MEET) {
+#if defined(LOW_RANK)
+    if constexpr (!BLOCKS_MEET) {
         if (const int error = launch_low_rank<T>(a, plan, limits, stream)) return STATUS_DEVICE + error;
     }
+#endif
     const int error = launch_kernel(kernel, blocks, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }

@@ -126,13 +126,6 @@ template <class T> __global__ void __launch_bounds__(THREADS) low_rank_kernel(co
     }
     multiply_down<T>(a, norms, low_here(plan, shared), int(blockIdx.x), int(gridDim.x));
 }
-#else  // nothing of it is there
+#else
 constexpr bool ADAPTED = false;
-DEVICE float* low_here(const GemvPlan&, char*) { return nullptr; }
-DEVICE void prefetch_down(const GemvArgs&, int, int) {}
-template <class T, class NORMS> DEVICE void multiply_down(const GemvArgs&, const NORMS&, float*, int, int) {}
-DEVICE int64_t low_words(const GemvArgs&) { return 0; }
-DEVICE void collect_low(const GemvArgs&, float*) {}
-template <class T> DEVICE float low_rank_sum(const GemvArgs&, const float*, int, int) { return 0.f; }
-DEVICE void reset_low(const GemvArgs&) {}
 #endif
