@@ -19,6 +19,7 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.compiling.gpu_libraries import CODES, FUNCTIONS, library_of
 from accelpatch.kernels.compiling.gpu_libraries import DTYPES as DTYPE_NAMES
+from accelpatch.kernels.hip.low_rank import LowRank
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.spec import Described, Spec
 from accelpatch.kernels.triton.launch import on_device
@@ -47,7 +48,13 @@ _LOW_RANK = ("down", "up", "low")
 _LOW_RANK_SIZES = ("rank", "ranks", "second_part", "third_part")
 
 # entries without a format argument
-_FORMLESS = ("accelpatch_gemv", "accelpatch_gemv_w8a8", "accelpatch_gemv_compact", "accelpatch_unpack_compact")
+_FORMLESS = (
+    "accelpatch_gemv",
+    "accelpatch_gemv_low_rank",
+    "accelpatch_gemv_w8a8",
+    "accelpatch_gemv_compact",
+    "accelpatch_unpack_compact",
+)
 OWN_FP8 = ("gemv_w8a8_fp8",)  # functions whose variants are forms of 8-bit floats, of which an arch has one or none
 NORM = {"none": 0, "rms": 1, "rms_plus_one": 2, "layer": 3}
 ACTIVATION = {"none": 0, "silu_gate": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4, "silu": 5}
@@ -182,13 +189,15 @@ def launch(
     residual: Tensor | None = None,
     producer: Signal | None = None,
     consumer: Signal | None = None,
+    low_rank: LowRank | None = None,
 ) -> Tensor:
     """y[..., N] = activation(norm(x[..., K]) @ w^T + bias) + residual, in x's dtype, on torch's current stream.
 
     x and all vectors bfloat16 or float16 alike; other dtypes and strides are copied. norm: a key of NORM, over K, with
     norm_weight[K] and norm_bias[K]. activation: a key of ACTIVATION; with "silu_gate" the first half of w's rows is the
     gate, and y and residual have N / 2 columns. producer: flag for y, a single row of which lies in its `words` until
-    they are reset; consumer: flag for x. Raises KernelError for a refused launch.
+    they are reset; consumer: flag for x. low_rank: adapters, of functions that have them inside. Raises KernelError for
+    a refused launch.
     """
     n, k = weight.n // 2 if activation == "silu_gate" else weight.n, weight.k
     rows, y = _rows(x, k), _made(x, n, producer)
@@ -197,6 +206,7 @@ def launch(
     beside = None if residual is None else _rows(residual.to(x.dtype), n)
     held = dict(zip(("bias", "norm_weight", "norm_bias"), _alike(x, bias, norm_weight, norm_bias), strict=True))
     held |= {"w": weight.w, "scale": weight.scale, "offset": weight.offset, "x": rows, "y": y, "residual": beside}
+    words: Any = None if low_rank is None else low_rank.words if low_rank.words is not None else low_rank.new_words()
     args = GemvArgs(
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in held.items()},
         m=rows.shape[0], n=weight.n, k=k, x_stride=rows.stride(0), y_stride=n,
@@ -205,6 +215,7 @@ def launch(
         scale_is_bf16=int(weight.scale is not None and weight.scale.dtype == torch.bfloat16),
         group_shift=weight.group_shift, dependent=0 if _local.prefetchable and weight.prefetchable else -1,
         **signal_arguments(producer, "producer"), **signal_arguments(consumer, "consumer"),
+        **({} if low_rank is None else low_rank.arguments(words)),
     )  # fmt: skip
     _start(weight, args, x)
     return y

@@ -21,7 +21,8 @@ from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.low_rank import SUFFIX, LowRank, function_why_not
 from accelpatch.kernels.layouts.layout import Layout, WeightArguments
 from accelpatch.kernels.layouts.row_major import Plain
-from accelpatch.kernels.ops.activation.gated_activation import ACTIVATIONS, gated, gated_activation
+from accelpatch.kernels.ops.activation import gated_activation
+from accelpatch.kernels.ops.activation.gated_activation import ACTIVATIONS, gated
 from accelpatch.kernels.ops.linear import common, fused_linear
 from accelpatch.kernels.ops.linear.fused_linear import INSIDE, FusedLinear
 from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
@@ -67,7 +68,9 @@ class AdaptedLinear(Described):
     @functools.cached_property
     def alone(self) -> AdaptedLinear:
         """The same for calls that may run beside others: each launch is given words of its own."""
-        return replace(self, low=replace(self.low, words=None))
+        made = replace(self, low=replace(self.low, words=None))
+        vars(made).update(down=self.down, up=self.up)
+        return made
 
     def __call__(
         self, x: Tensor, norm: FusedNorm | None = None, gate: str | None = None, residual: Tensor | None = None
@@ -103,7 +106,8 @@ def reference(
     y = y + h @ layer.low.down.to(h.dtype).T @ layer.low.wide_up().to(h.dtype).T
     y = layer._activated(y)
     if gate is not None:
-        y = gated_activation.reference(*y.chunk(2, dim=-1), gate)
+        first, second = y.chunk(2, dim=-1)
+        y = gated_activation.reference(first, second, gate)
     return y if residual is None else residual + y
 
 
@@ -150,19 +154,14 @@ def by_operations(
     y = layer.up(layer.down(x, norm), residual=y)
     if alone:
         return y
-    y = layer._activated(y) if gate is None else gated_activation(*y.chunk(2, dim=-1), gate)
+    y = layer._activated(y) if gate is None else gated_activation.gated_activation(*y.chunk(2, dim=-1), gate)
     return y if residual is None else residual + y
-
-
-def anywhere(spec: Spec, device: Device) -> str | None:
-    """Nothing keeps single operations from running: no other kernel waits for a flag of theirs."""
-    return None
 
 
 KERNELS: dict[str, Kernel] = {
     ADAPTED: Kernel(
         AdaptedLinear.__call__, reference, spec,
-        {"hip": Implementation(by_hip, hip_why_not), "operations": Implementation(by_operations, anywhere)},
+        {"hip": Implementation(by_hip, hip_why_not), "operations": Implementation(by_operations, dispatch.anywhere)},
         composed=True,
     ),
 }  # fmt: skip
