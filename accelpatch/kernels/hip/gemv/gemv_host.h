@@ -187,18 +187,22 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
     const int blocks = a.blocks > 0 ? a.blocks : limits.sms * BLOCKS_LAUNCHED;
     GemvPlan plan = {};
     const int depth = make_plan<F, T>(plan, a, limits, blocks, narrow ? Form::NARROW : Form::WIDE);
-    if constexpr (CLUSTER > 1 && !COMPACT<F> && !STAGE_SCALES<F> && !ADAPTED) {
+#if !defined(LOW_RANK)
+    if constexpr (CLUSTER > 1 && !COMPACT<F> && !STAGE_SCALES<F>) {
         const bool many = a.m > (F::QUANTIZES ? NARROW_TOKENS : WIDE_TOKENS);
         if (limits.clusters && common(a, plan) && (many || !depth || plan.bytes > half_of(limits))) {
             const int status = launch_as_clusters<F, T>(a, limits, stream);
             if (status != STATUS_MEMORY || many) return status;
         }
     }
+#endif
     if (!depth) return STATUS_MEMORY;
     if (a.producer) plan.signalled = int32_t(a.producer_columns / tile_columns(a));
+#if !defined(LOW_RANK)
     // The scale of a quantised token is known when all of K is.
-    if (!ADAPTED && a.consumer && !a.norm && plan.staged_k_tiles == plan.k_tiles && !QUANTIZES_ROWS<F>)
+    if (a.consumer && !a.norm && plan.staged_k_tiles == plan.k_tiles && !QUANTIZES_ROWS<F>)
         plan.signalled_k_tiles = int32_t(a.consumer_columns / K_TILE_VALUES);
+#endif
     auto kernel = kernel_of<F, T, false>(depth);
     if constexpr (F::QUANTIZES && NARROW_TOKENS > 0) {
         if (narrow) kernel = kernel_of<F, T, true>(depth);

@@ -1,7 +1,6 @@
 // One output of gemv_kernel.h: its warps' partial sums, what is not finite, scale, bias, activation, residual.
 #pragma once
 #include "arch/mma.h"
-#include "low_rank.h"
 
 constexpr int PARTIAL_STRIDE =
     20;  // floats of one token and warp, [token][warp][PARTIAL_STRIDE]: 16 rows and a pad against bank conflicts

@@ -7,9 +7,6 @@
 #pragma once
 #include "norm.h"
 
-#if defined(LOW_RANK)
-constexpr bool ADAPTED = true;
-
 constexpr int LOW_TOKENS = 8;   // of a rank: 32 bytes
 constexpr int MOST_RANKS = 512;  // their sums lie in shared memory
 constexpr uint32_t NO_LOW = 0xffffffffu;
@@ -126,6 +123,3 @@ template <class T> __global__ void __launch_bounds__(THREADS) low_rank_kernel(co
     }
     multiply_down<T>(a, norms, low_here(plan, shared), int(blockIdx.x), int(gridDim.x));
 }
-#else
-constexpr bool ADAPTED = false;
-#endif
