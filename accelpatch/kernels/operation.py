@@ -33,6 +33,8 @@ class Operation(Generic[R]):
     def __init__(self, name: str, function: Callable[..., R]):
         self.function = function
         self._direct: Any = None  # an autograd.Function, where `differentiate` made one
+        #: of a linear operation: (dy, args) -> the gradient of args[0], the input
+        self.input_gradient: Callable[[Tensor, tuple[Any, ...]], Tensor] | None = None
         self.custom = torch.library.custom_op(f"accelpatch::{name}", function, mutates_args=())
         self.custom.register_autograd(_no_gradient)
         functools.update_wrapper(self, function)

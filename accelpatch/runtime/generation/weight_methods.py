@@ -12,6 +12,7 @@ from torch import nn
 
 from accelpatch.errors import PatchError
 from accelpatch.modules.adapted_experts import adapt_packed
+from accelpatch.modules.adapted_linear import adapt_linears
 from accelpatch.modules.packed_weight import PackedWeight, packed_in
 from accelpatch.modules.quantized_module import take_over
 from accelpatch.runtime.generation.adapter_targets import check_next
@@ -99,6 +100,7 @@ def naming_ties(cls: Any) -> Any:
         if not recurse:  # so PEFT looks for what an adapter is for
             check_next(self)
         adapt_packed(self)  # PEFT asks for all names once its adapters are in
+        adapt_linears(self)
         named = cls.named_parameters(self, prefix, recurse, remove_duplicate)
         start = f"{prefix}." if prefix else ""
         tokens = ((f"{start}{name}.weight", module.token) for name, module in packed_in(self))

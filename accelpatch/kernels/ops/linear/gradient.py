@@ -59,14 +59,17 @@ def differentiate(
     compute = torch.library.custom_op(name, with_defaults(of_input, like), mutates_args=(), schema=schema)
     compute.register_fake(with_defaults(fake, like))
 
+    def of_args(dy: Tensor, args: tuple[Any, ...]) -> Tensor:
+        direct = is_eager() and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return (of_input if direct else compute)(dy.contiguous(), *args[1:])
+
     def backward(needed: tuple[bool, ...], args: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
         if any(needed[1 + trains : bias]):
             raise KernelError(NO_GRADIENT)
         made: list[Any] = [None] * len(args)
         flat = dy.reshape(-1, dy.shape[-1])
         if needed[0]:
-            direct = is_eager() and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-            made[0] = (of_input if direct else compute)(dy.contiguous(), *args[1:])
+            made[0] = of_args(dy, args)
         if trains and needed[1]:
             made[1] = (flat.t() @ args[0].reshape(-1, args[0].shape[-1])).to(args[1].dtype)
         if needed[bias]:
@@ -74,6 +77,7 @@ def differentiate(
         return tuple(made)
 
     operation.differentiate(backward, partial(_kept, trains))
+    operation.input_gradient = of_args
 
 
 def _kept(trains: bool, needed: tuple[bool, ...], place: int) -> bool:
