@@ -7,6 +7,7 @@ variants, biases, hooks inside. PEFT's classes are recognised by name; PEFT is n
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -54,7 +55,7 @@ def _only(module: Any) -> str | None:
     parts, dropout = (module.lora_A[name], module.lora_B[name]), module.lora_dropout[name]
     if type(dropout) is not nn.Identity and (type(dropout) is not nn.Dropout or (dropout.p and dropout.training)):
         return None
-    plain = all(type(one) is nn.Linear and one.bias is None and _unwatched(one) for one in parts)
+    plain = all(type(one) is nn.Linear and one._parameters["bias"] is None and _unwatched(one) for one in parts)
     return name if plain and _unwatched(dropout) else None
 
 
@@ -63,7 +64,7 @@ def _takes(base: Any, x: Tensor) -> bool:
     if type(base).forward is not QuantizedLinear.forward or "forward" in vars(base) or not _unwatched(base):
         return False
     bias = base.bias
-    return x.is_floating_point() and (bias is None or not bias.requires_grad)
+    return bool(x.is_floating_point()) and (bias is None or not bias.requires_grad)
 
 
 def _unwatched(module: nn.Module) -> bool:
@@ -72,18 +73,22 @@ def _unwatched(module: nn.Module) -> bool:
     return not everywhere and not any(getattr(module, hooks) for hooks in HOOKS)
 
 
-def adapt_linears(model: nn.Module) -> None:
-    """Let PEFT's LoRA around packed linear layers run as one node; those that do so already stay as they are."""
+def wrappers_in(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """PEFT's LoRA layers in a model that do not know of this, each with the class that does."""
     for module in model.modules():
         kind = type(module)
-        if (kind.__module__, kind.__name__) != WRAPPER or isinstance(module, AdaptsLinear):
-            continue
-        if isinstance(cast(Any, module).base_layer, QuantizedLinear):
-            module.__class__ = _over_packed(cast(Any, kind))
+        if (kind.__module__, kind.__name__) == WRAPPER and not isinstance(module, AdaptsLinear):
+            yield module, _adapting(cast(Any, kind))
+
+
+def adapt_linears(model: nn.Module) -> None:
+    """Let PEFT's LoRA around packed linear layers run as one node."""
+    for module, kind in wrappers_in(model):
+        module.__class__ = kind
 
 
 @functools.cache
-def _over_packed(kind: type) -> Any:
+def _adapting(kind: type) -> Any:
     """PEFT asks for its class by name."""
     return type(kind.__name__, (AdaptsLinear, kind), {"__module__": kind.__module__})
 

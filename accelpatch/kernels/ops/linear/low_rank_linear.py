@@ -43,6 +43,11 @@ def _plain(one: Tensor | None) -> bool:
     return one is None or (type(one) in (Tensor, torch.nn.Parameter) and not one.is_meta)
 
 
+def _scaled(a: Tensor, b: Tensor, by: float) -> Tensor:
+    """by * a @ b as one operation: with beta 0 the other summand is not read."""
+    return torch.addmm(a.new_empty(1), a, b, beta=0, alpha=by)
+
+
 class _LowRank(torch.autograd.Function):
     """The node. held: the operation's arguments behind x."""
 
@@ -69,11 +74,11 @@ class _LowRank(torch.autograd.Function):
         given = iter(tensors)
         held = tuple(next(given) if one is None else one[0] for one in rest)
         wide = dy.reshape(-1, dy.shape[-1])
-        of_low = (wide @ second).mul_(scaling)
+        of_low = _scaled(wide, second, scaling)
         dx = None
         if ctx.needs_input_grad[0]:
             made = operation.input_gradient(dy, (None, *held)).view(-1, shape[-1])
             dx = torch.addmm(made, of_low, first).view(shape)
         of_first = (of_low.t() @ flat).to(dtypes[0]) if ctx.needs_input_grad[1] else None
-        of_second = (wide.t() @ low).mul_(scaling).to(dtypes[1]) if ctx.needs_input_grad[2] else None
+        of_second = _scaled(wide.t(), low, scaling).to(dtypes[1]) if ctx.needs_input_grad[2] else None
         return dx, of_first, of_second, None, None, None
