@@ -42,7 +42,7 @@ def state_of(adapters: Iterable[nn.Module]) -> tuple[str, ...]:
 
 def with_adapters(base: FusedLinear, modules: Sequence[Any], dtype: torch.dtype) -> FusedLinear | AdaptedLinear:
     """`base`, the linear layers inside `modules` concatenated, with the active adapters of each. Raises CannotFuse."""
-    parts = [_together(active(module)) for module in modules]
+    parts = [_one(active(module)) for module in modules]
     if not any(parts):
         return base
     place = base.weight.w.device
@@ -54,7 +54,7 @@ def with_adapters(base: FusedLinear, modules: Sequence[Any], dtype: torch.dtype)
     return AdaptedLinear(base, replace(low, words=low.new_words()))
 
 
-def _together(adapters: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
+def _one(adapters: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
     """All adapters of a module as one."""
     if not adapters:
         return None

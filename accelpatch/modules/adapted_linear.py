@@ -81,12 +81,6 @@ def wrappers_in(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
             yield module, _adapting(cast(Any, kind))
 
 
-def adapt_linears(model: nn.Module) -> None:
-    """Let PEFT's LoRA around packed linear layers run as one node."""
-    for module, kind in wrappers_in(model):
-        module.__class__ = kind
-
-
 @functools.cache
 def _adapting(kind: type) -> Any:
     """PEFT asks for its class by name."""

@@ -19,7 +19,7 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.compiling.gpu_libraries import CODES, FUNCTIONS, library_of
 from accelpatch.kernels.compiling.gpu_libraries import DTYPES as DTYPE_NAMES
-from accelpatch.kernels.hip.low_rank import LowRank
+from accelpatch.kernels.hip.low_rank import LowRank, sizes_of
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.spec import Described, Spec
 from accelpatch.kernels.triton.launch import on_device
@@ -196,29 +196,34 @@ def launch(
     x and all vectors bfloat16 or float16 alike; other dtypes and strides are copied. norm: a key of NORM, over K, with
     norm_weight[K] and norm_bias[K]. activation: a key of ACTIVATION; with "silu_gate" the first half of w's rows is the
     gate, and y and residual have N / 2 columns. producer: flag for y, a single row of which lies in its `words` until
-    they are reset; consumer: flag for x. low_rank: adapters, of functions that have them inside. Raises KernelError for
-    a refused launch.
+    they are reset; consumer: flag for x. low_rank: adapters inside. Raises KernelError for a refused launch.
     """
-    n, k = weight.n // 2 if activation == "silu_gate" else weight.n, weight.k
-    rows, y = _rows(x, k), _made(x, n, producer)
+    n = weight.n // 2 if activation == "silu_gate" else weight.n
+    rows, y = _rows(x, weight.k), _made(x, n, producer)
     if y.numel() == 0:
         return y
     beside = None if residual is None else _rows(residual.to(x.dtype), n)
     held = dict(zip(("bias", "norm_weight", "norm_bias"), _alike(x, bias, norm_weight, norm_bias), strict=True))
     held |= {"w": weight.w, "scale": weight.scale, "offset": weight.offset, "x": rows, "y": y, "residual": beside}
-    words: Any = None if low_rank is None else low_rank.words if low_rank.words is not None else low_rank.new_words()
+    held |= {} if low_rank is None else low_rank.tensors()
     args = GemvArgs(
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in held.items()},
-        m=rows.shape[0], n=weight.n, k=k, x_stride=rows.stride(0), y_stride=n,
-        residual_stride=0 if beside is None else beside.stride(0),
-        epsilon=epsilon, norm=NORM[norm], activation=ACTIVATION[activation], offset_kind=CODES[weight.offset_kind],
-        scale_is_bf16=int(weight.scale is not None and weight.scale.dtype == torch.bfloat16),
-        group_shift=weight.group_shift, dependent=0 if _local.prefetchable and weight.prefetchable else -1,
+        m=rows.shape[0], n=weight.n, k=weight.k, x_stride=rows.stride(0), y_stride=n,
+        epsilon=epsilon, residual_stride=0 if beside is None else beside.stride(0), norm=NORM[norm],
+        activation=ACTIVATION[activation], **_form_of(weight), **sizes_of(low_rank),
         **signal_arguments(producer, "producer"), **signal_arguments(consumer, "consumer"),
-        **({} if low_rank is None else low_rank.arguments(words)),
     )  # fmt: skip
     _start(weight, args, x)
     return y
+
+
+def _form_of(weight: WeightArguments) -> dict[str, int]:
+    """The launch arguments that say how the weight is to be read."""
+    return {
+        "offset_kind": CODES[weight.offset_kind], "group_shift": weight.group_shift,
+        "scale_is_bf16": int(weight.scale is not None and weight.scale.dtype == torch.bfloat16),
+        "dependent": 0 if _local.prefetchable and weight.prefetchable else -1,
+    }  # fmt: skip
 
 
 def unpack(weight: WeightArguments, unpacked: Tensor, *, interleaved: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,13 +53,17 @@ class LowRank:
             wide[begin:end, part * self.rank : (part + 1) * self.rank] = self.up[begin:end]
         return wide
 
-    def arguments(self, words: Tensor) -> dict[str, Any]:
-        """The fields of GemvArgs; the tensors must live until the launch."""
-        second, third = (*self.starts[1:], len(self.up), len(self.up))[:2]
-        return {
-            "down": self.down.data_ptr(), "up": self.up.data_ptr(), "low": words.data_ptr(), "rank": self.rank,
-            "ranks": self.ranks, "second_part": second, "third_part": third,
-        }  # fmt: skip
+    def tensors(self) -> dict[str, Tensor | None]:
+        """The fields of GemvArgs that are pointers; the tensors must live until the launch."""
+        return {"down": self.down, "up": self.up, "low": self.new_words() if self.words is None else self.words}
+
+
+def sizes_of(low: LowRank | None) -> dict[str, int]:
+    """The fields of GemvArgs that are sizes; none without adapters."""
+    if low is None:
+        return {}
+    second, third = (*low.starts[1:], len(low.up), len(low.up))[:2]
+    return {"rank": low.rank, "ranks": low.ranks, "second_part": second, "third_part": third}
 
 
 def concatenated(parts: Sequence[tuple[Tensor, Tensor] | None], sizes: Sequence[int], like: Tensor) -> LowRank:

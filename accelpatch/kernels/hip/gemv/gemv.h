@@ -101,3 +101,9 @@ struct GemvPlan {
     int32_t low_at;  // bytes
 #endif
 };
+// What sources with LoRA inside have besides, see low_rank.h.
+#if defined(LOW_RANK)
+#define ADAPTERS(...) __VA_ARGS__
+#else
+#define ADAPTERS(...)
+#endif

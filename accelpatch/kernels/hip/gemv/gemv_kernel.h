@@ -95,10 +95,7 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
     const int seat = NARROW ? lane_id() : threadIdx.x & (WK * WARP_SIZE - 1);
     Output<F, T> output(a, plan, adds(0) ? tile_of<F>(plan, 0, wn) : plan.tiles, seat);
     const typename Sums::Place place(a, plan, shared);
-#if defined(LOW_RANK)
-    bool collected = false;  // what adapters add
-    prefetch_down(a, int(blockIdx.x), min(int(gridDim.x), plan.tiles));
-#endif
+    ADAPTERS(Adapters<T> adapters(a, plan, low_here(plan, shared));)
     const bool fully_staged = plan.staged_k_tiles == plan.k_tiles;
     int there = 0;  // the K tile up to which K is staged; 0: it is to be staged anew
     bool begun = false;
@@ -119,11 +116,7 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
                                                           : plan.k_tiles;
                 stage_next(a, plan, stager, stream, k_tile_begin,
                     min(plan.steps, there * plan.k_tile_steps) - k_tile_begin, begin, begun);
-#if defined(LOW_RANK)
-                if (BLOCKS_MEET && round == 0 && k_tile_begin == 0)
-                    multiply_down<T>(a, static_cast<const Norms<T, false, COMMON>&>(stager),
-                        low_here(plan, shared) + low_words(a), int(blockIdx.x), min(int(gridDim.x), plan.tiles));
-#endif
+                ADAPTERS(adapters.multiply(static_cast<const Norms<T, false, COMMON>&>(stager));)
                 if (rest) reset_signal(a);
             }
             if (adder && k_tile == 0) output.load_residual(a);
@@ -148,11 +141,7 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
             continue;
         }
         group_sync(name, WK * WARP_SIZE);
-#if defined(LOW_RANK)
-        if (!collected) collect_low(a, low_here(plan, shared));
-        collected = true;
-        output.add_adapters(a, low_here(plan, shared), seat);
-#endif
+        ADAPTERS(output.add_adapters(a, adapters.sums(), seat);)
         if (output.column >= 0) {
             typename Sums::Value first = 0, second = 0;
             const auto* mine = partial + (seat >> 4) * WK * PARTIAL_STRIDE + (seat & 15);
@@ -191,10 +180,7 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
     }
     if (!begun) grid_wait();  // no tile
     if (plan.signalled_k_tiles && there < plan.k_tiles) reset_signal(a);
-#if defined(LOW_RANK)
-    __syncthreads();
-    reset_low(a);
-#endif
+    ADAPTERS(adapters.end();)
 }
 
 template <class F, class T, bool NARROW, int DEPTH>

@@ -102,6 +102,36 @@ DEVICE void reset_low(const GemvArgs& a) {
     }
 }
 
+// A block's part in it, as gemv_kernel.h goes along. `here`: in shared memory, see low_here().
+template <class T> struct Adapters {
+    const GemvArgs& a;
+    float* const here;
+    const int blocks;  // those with tiles
+    bool multiplied = false, collected = false;
+    DEVICE Adapters(const GemvArgs& a, const GemvPlan& plan, float* here)
+        : a(a),
+          here(here),
+          blocks(min(int(gridDim.x), plan.tiles)) {
+        prefetch_down(a, int(blockIdx.x), blocks);
+    }
+    // The block's rows of `down`, once; every thread calls it when activations have been staged.
+    template <class NORMS> DEVICE void multiply(const NORMS& norms) {
+        if (BLOCKS_MEET && !multiplied) multiply_down<T>(a, norms, here + low_words(a), int(blockIdx.x), blocks);
+        multiplied = true;
+    }
+    // Every lane of a warp calls it before outputs.
+    DEVICE const float* sums() {
+        if (!collected) collect_low(a, here);
+        collected = true;
+        return here;
+    }
+    // Every thread calls it when it has no output left.
+    DEVICE void end() const {
+        __syncthreads();
+        reset_low(a);
+    }
+};
+
 // Where blocks do not wait for each other: the sums, by a launch before. A block has its norms' moments alone.
 template <class T> __global__ void __launch_bounds__(THREADS) low_rank_kernel(const GemvArgs a, const GemvPlan plan) {
     extern __shared__ __align__(128) char shared[];
