@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from accelpatch.kernels.arguments import HALVES
 from accelpatch.kernels.ops.linear.low_rank_linear import low_rank_linear, why_not
 from accelpatch.modules.autocast import autocast
 from accelpatch.modules.quantized_linear import QuantizedLinear
@@ -62,6 +63,8 @@ def _only(module: Any) -> str | None:
 def _takes(base: Any, x: Tensor) -> bool:
     """Whether the base layer's forward is the plain one, which nothing watches, and x is a float that it takes."""
     if type(base).forward is not QuantizedLinear.forward or "forward" in vars(base) or not _unwatched(base):
+        return False
+    if x.device.type == "cpu" and x.dtype in HALVES:  # PEFT's products in float32 are faster there
         return False
     bias = base.bias
     return bool(x.is_floating_point()) and (bias is None or not bias.requires_grad)

@@ -136,3 +136,24 @@ def test_what_the_node_does_not_take() -> None:
     x = torch.zeros(1, weight.k)
     assert low_rank_linear.why_not(weight, x, None) is None
     assert "none of torch's own" in str(low_rank_linear.why_not(weight, x.to("meta")))
+
+
+def test_16_bits_on_a_cpu_run_pefts_forward(nodes: list[Any]) -> None:
+    assert gradients(trained("int8").to(torch.bfloat16))
+    assert not nodes
+
+
+def test_the_node_in_bfloat16() -> None:
+    """Each result within some roundings of float64 arithmetic on the same numbers."""
+    torch.manual_seed(0)
+    weight = trained("int8").base_model.model.model.layers[0].mlp.down_proj.base_layer.layout
+    x, down, up = torch.randn(5, weight.k), torch.randn(4, weight.k) / 8, torch.randn(weight.n, 4) / 2
+    dy = torch.randn(5, weight.n).bfloat16()
+    found: list[list[Tensor]] = []
+    for dtype in (torch.bfloat16, torch.float64):
+        own = [one.bfloat16().to(dtype).requires_grad_() for one in (x, down, up)]
+        y = low_rank_linear.low_rank_linear(own[0], weight, None, own[1], own[2], 1.5)
+        found.append([y.detach(), *torch.autograd.grad(y, own, dy.to(dtype))])
+    for one, due in zip(*found, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert float((one.double() - due).norm()) < 0.01 * float(due.norm())
