@@ -7,7 +7,7 @@
 #pragma once
 #include "norm.h"
 
-constexpr int LOW_TOKENS = 8;   // of a rank: 32 bytes
+constexpr int LOW_TOKENS = 8;    // of a rank: 32 bytes
 constexpr int MOST_RANKS = 512;  // their sums lie in shared memory
 constexpr uint32_t NO_LOW = 0xffffffffu;
 
@@ -97,8 +97,7 @@ DEVICE void reset_low(const GemvArgs& a) {
     if constexpr (BLOCKS_MEET) {
         if (threadIdx.x != 0 || !last_call(reinterpret_cast<int32_t*>(a.low + low_words(a)), int(gridDim.x))) return;
 #pragma unroll 1
-        for (int at = 0; at < int(low_words(a)); at += 4)
-            store_relaxed16(a.low + at, {NO_LOW, NO_LOW, NO_LOW, NO_LOW});
+        for (int at = 0; at < int(low_words(a)); at += 4) store_relaxed16(a.low + at, {NO_LOW, NO_LOW, NO_LOW, NO_LOW});
     }
 }
 
