@@ -34,6 +34,11 @@ KERNELS = (
     "gemv_int4",
     "gemv_int4_32",
     "gemv_int4_64",
+    "gemv_low_rank",
+    "gemv_int8_low_rank",
+    "gemv_int4_low_rank",
+    "gemv_int4_32_low_rank",
+    "gemv_int4_64_low_rank",
     "gemv_fp8",
     "gemv_w8a8",
     "gemv_w8a8_fp8",
@@ -154,7 +159,7 @@ def faults(arch: str, taken: Resources, code: str) -> list[str]:
     bad = []
     if taken.vector_spills or taken.scratch:
         bad.append(f"{taken.vector_spills} vector registers spilled, {taken.scratch} bytes of scratch")
-    if "unpack_kernel" in taken.kernel:  # it multiplies nothing
+    if re.search("unpack_kernel|low_rank_kernel", taken.kernel):  # they multiply no weight
         return bad
     meant = MEANT[arch, "F16" if "3F16" in taken.kernel else "Bf16"]
     if "attention_kernel" in taken.kernel or "int4_gemm" in taken.kernel:

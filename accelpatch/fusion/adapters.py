@@ -1,4 +1,4 @@
-"""LoRA adapters (PEFT) around linear layers inside fused layers: two small GEMMs beside the large one.
+"""LoRA adapters (PEFT) around linear layers inside fused layers, which run inside the launch of the layer itself.
 
     y = w x + sum over active adapters of scaling B (A x)
 
@@ -8,59 +8,18 @@ PEFT's classes are recognised by their attributes; PEFT is never imported.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from accelpatch.fusion.cannot_fuse import CannotFuse
-from accelpatch.kernels.layouts.layout import Layout
-from accelpatch.kernels.layouts.row_major import Plain
-from accelpatch.kernels.ops.activation.gated_activation import ACTIVATIONS, gated, gated_activation
+from accelpatch.kernels.hip.low_rank import concatenated
+from accelpatch.kernels.ops.linear.adapted_linear import AdaptedLinear
 from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
-from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
 
 SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "cast_input_dtype_enabled")
-ALIGNED = 8  # concatenated ranks are padded to a multiple: rows of 16 bytes
-
-
-@dataclass(frozen=True, eq=False)
-class Adapted:
-    """A linear layer with its LoRA adapters concatenated: down[R, K], which includes the scaling, then up[N, R].
-
-    activation: as in FusedLinear, a launch of its own.
-    """
-
-    base: FusedLinear
-    down: FusedLinear
-    up: FusedLinear
-    activation: str | None = None
-
-    def __call__(
-        self, x: Tensor, norm: FusedNorm | None = None, gate: str | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        """As FusedLinear.__call__; a gate is a separate launch."""
-        alone = gate is None and self.activation is None
-        y = self.base(x, norm, residual=residual if alone else None)
-        y = self.up(self.down(x, norm), residual=y)
-        if alone:
-            return y
-        y = self._activated(y) if gate is None else gated_activation(*y.chunk(2, dim=-1), gate)
-        return y if residual is None else residual + y
-
-    @property
-    def weight(self) -> Layout:
-        """The base layer's weight as it lies in memory."""
-        return self.base.weight
-
-    def large_m(self, x: Tensor, gate: str | None = None) -> Tensor:
-        """As FusedLinear.large_m."""
-        y = self.base.large_m(x) + self.up.large_m(self.down.large_m(x))
-        return self._activated(y) if gate is None else gated(y, gate)
-
-    def _activated(self, y: Tensor) -> Tensor:
-        return y if self.activation is None else ACTIVATIONS[self.activation](y)
 
 
 def is_adapter(module: Any) -> bool:
@@ -81,28 +40,26 @@ def state_of(adapters: Iterable[nn.Module]) -> tuple[str, ...]:
     return tuple(repr([state.get(name) for name in SWITCHES]) for state in states)
 
 
-def with_adapters(base: FusedLinear, modules: Sequence[Any], dtype: torch.dtype) -> FusedLinear | Adapted:
+def with_adapters(base: FusedLinear, modules: Sequence[Any], dtype: torch.dtype) -> FusedLinear | AdaptedLinear:
     """`base`, the linear layers inside `modules` concatenated, with the active adapters of each. Raises CannotFuse."""
-    rows, downs, ups = 0, [], []
-    for module in modules:
-        low = active(module)
-        inner = base_of(module)
-        size = inner.nf if hasattr(inner, "nf") else inner.out_features  # of a Conv1D
-        for down, up in low:
-            wide = torch.zeros(base.n, up.shape[1], dtype=up.dtype, device=up.device)
-            wide[rows : rows + size] = up
-            downs.append(down)
-            ups.append(wide)
-        rows += size
-    if not downs:
+    parts = [_one(active(module)) for module in modules]
+    if not any(parts):
         return base
     place = base.weight.w.device
-    if any(part.device != place for part in (*downs, *ups)):
+    if any(factor.device != place for part in filter(None, parts) for factor in part):
         raise CannotFuse(f"an adapter lies on another device than {place}")
-    down, up = torch.cat(downs), torch.cat(ups, 1)
-    more = -down.shape[0] % ALIGNED
-    down, up = nn.functional.pad(down, (0, 0, 0, more)), nn.functional.pad(up, (0, more))
-    return Adapted(base, FusedLinear(Plain(down.to(dtype))), FusedLinear(Plain(up.to(dtype).contiguous())))
+    inner = map(base_of, modules)
+    sizes = [one.nf if hasattr(one, "nf") else one.out_features for one in inner]  # nf: of a Conv1D
+    low = concatenated(parts, sizes, torch.empty(0, dtype=dtype, device=place))
+    return AdaptedLinear(base, replace(low, words=low.new_words()))
+
+
+def _one(adapters: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
+    """All adapters of a module as one."""
+    if not adapters:
+        return None
+    downs, ups = zip(*adapters, strict=True)
+    return torch.cat(downs), torch.cat(ups, 1)
 
 
 def active(module: Any) -> list[tuple[Tensor, Tensor]]:

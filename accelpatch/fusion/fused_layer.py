@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from accelpatch.fusion.adapters import Adapted
 from accelpatch.fusion.call import Call
 from accelpatch.fusion.signals import without_signals
 from accelpatch.kernels.attention_shape import AttentionShape
@@ -25,6 +24,7 @@ from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.activation.gated_rows import gated_rows
 from accelpatch.kernels.ops.activation.quantize_rows import QuantizedRows
 from accelpatch.kernels.ops.attention.query_key import prepare_query_key_
+from accelpatch.kernels.ops.linear.adapted_linear import AdaptedLinear
 from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
 from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
 from accelpatch.kernels.query_key_form import QueryKey
@@ -42,14 +42,14 @@ class FusedLayer:
     ranks of a tensor-parallel job compute of o and down, before norm and residual; None without a job.
     """
 
-    qkv: FusedLinear | Adapted
+    qkv: FusedLinear | AdaptedLinear
     attention_norm: FusedNorm | None
     attention: AttentionShape
-    o: FusedLinear | Adapted
-    gate_up: FusedLinear | Adapted
+    o: FusedLinear | AdaptedLinear
+    gate_up: FusedLinear | AdaptedLinear
     mlp_norm: FusedNorm | None
     activation: str | None
-    down: FusedLinear | Adapted
+    down: FusedLinear | AdaptedLinear
     after_attention: FusedNorm | None = None
     after_mlp: FusedNorm | None = None
     prepare: QueryKey | None = None
@@ -78,7 +78,7 @@ class FusedLayer:
             prepare_query_key_(qkv, call.positions.reshape(-1), self.prepare)
         return call.attend(qkv, self, place)
 
-    def _added(self, last: FusedLinear | Adapted, x: Tensor, norm: FusedNorm | None, residual: Tensor) -> Tensor:
+    def _added(self, last: FusedLinear | AdaptedLinear, x: Tensor, norm: FusedNorm | None, residual: Tensor) -> Tensor:
         """residual + multiplier norm(last(x))."""
         if self.multiplier == 1.0 and norm is None and self.across is None:
             return last(x, residual=residual)
@@ -131,12 +131,13 @@ class FusedLayer:
     @functools.cached_property
     def without_attention_signal(self) -> FusedLayer:
         """This layer with attention that waits for the whole of q, k and v."""
-        return replace(self, qkv=without_signals(self.qkv))
+        qkv: Any = without_signals(self.qkv)
+        return replace(self, qkv=qkv) if isinstance(self.qkv, FusedLinear) else self
 
     @functools.cached_property
     def without_signals(self) -> FusedLayer:
         """This layer without flags between its kernels, for calls that may run beside other steps."""
-        parts: Any = {name: without_signals(getattr(self, name)) for name in ("qkv", "gate_up", "down")}
+        parts: Any = {name: without_signals(getattr(self, name)) for name in ("qkv", "o", "gate_up", "down")}
         return replace(self, **parts)
 
 
@@ -158,7 +159,7 @@ def activations_of(layer: Any) -> tuple[Any, ...] | None:
 
 
 def _input_of(
-    layer: FusedLinear | Adapted, norm: FusedNorm | None, x: Tensor, pending: Tensor | None
+    layer: FusedLinear | AdaptedLinear, norm: FusedNorm | None, x: Tensor, pending: Tensor | None
 ) -> tuple[Any, Tensor]:
     """(norm(s) as the linear layer takes it, s) for s = x + pending."""
     if norm is None or activations_of(layer) is None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.fusion.adapters import Adapted
 from accelpatch.fusion.cached import Cached, cached_by
 from accelpatch.fusion.call import Call
 from accelpatch.fusion.decoder import Positions, layers_of
@@ -25,6 +24,7 @@ from accelpatch.fusion.static_call import PromptCall, StepCall
 from accelpatch.kernels import regions
 from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS, MAX_ROWS
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
+from accelpatch.kernels.ops.linear.adapted_linear import AdaptedLinear
 from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
 from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
 from accelpatch.kernels.triton.launch import on_device
@@ -52,7 +52,7 @@ class FusedModel:
     layers: tuple[FusedLayer | None, ...]
     unfused: Mapping[int, str]
     norm: FusedNorm | ByModule
-    head: FusedLinear | Adapted | ByModule
+    head: FusedLinear | AdaptedLinear | ByModule
     sentinels: SentinelBuffers | Sentinels
     softcap: float = 0.0
     embedding_multiplier: float = 1.0

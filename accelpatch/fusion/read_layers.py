@@ -11,7 +11,7 @@ import torch
 
 from accelpatch.device import probe
 from accelpatch.fusion.across import across_of
-from accelpatch.fusion.adapters import Adapted, active, base_of, with_adapters
+from accelpatch.fusion.adapters import active, base_of, with_adapters
 from accelpatch.fusion.attention_description import both_ways
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.decoder import Decoder, decoder_of
@@ -33,6 +33,7 @@ from accelpatch.fusion.spread import (
     spread_of,
 )  # fmt: skip
 from accelpatch.kernels.attention_shape import AttentionShape, Zeros
+from accelpatch.kernels.ops.linear.adapted_linear import AdaptedLinear
 from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -139,7 +140,7 @@ def checked(module: Any, dtype: torch.dtype) -> None:
     active(module)
 
 
-def one(module: Any, dtype: torch.dtype) -> FusedLinear | Adapted:
+def one(module: Any, dtype: torch.dtype) -> FusedLinear | AdaptedLinear:
     """A linear layer with its adapters."""
     return with_adapters(fused_linear(base_of(module), dtype), (module,), dtype)
 

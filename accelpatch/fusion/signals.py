@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from accelpatch.device import Device, probe
-from accelpatch.fusion.adapters import Adapted
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.hip.attention import binding as attention
 from accelpatch.kernels.hip.binding import K_TILE, SENTINEL, Signal
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
+from accelpatch.kernels.ops.linear.adapted_linear import AdaptedLinear
 from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
 
 ALIGNED = 8  # 16-bit columns per 16-byte read
@@ -78,7 +78,7 @@ def _signal(columns: int, words: Tensor) -> Signal | None:
     return Signal(torch.zeros(2, dtype=torch.int32, device=words.device), columns, words) if columns else None
 
 
-def consumed_by_attention(qkv: FusedLinear | Adapted, shape: AttentionShape, dtype: torch.dtype) -> int:
+def consumed_by_attention(qkv: FusedLinear | AdaptedLinear, shape: AttentionShape, dtype: torch.dtype) -> int:
     """Number of q and k columns that the device library's attention waits for by flag; 0 where it does not."""
     columns = (shape.heads + shape.kv_heads) * shape.size
     if not isinstance(qkv, FusedLinear) or not qkv.one_launch() or columns % TILE_ROWS:
@@ -91,7 +91,9 @@ def consumed_by_attention(qkv: FusedLinear | Adapted, shape: AttentionShape, dty
     return columns if device.kind == "cpu" or (_overlap(device) and not attention.why_not(shape, dtype, device)) else 0
 
 
-def consumed_by_down(gate_up: FusedLinear | Adapted, down: FusedLinear | Adapted, activation: str | None) -> int:
+def consumed_by_down(
+    gate_up: FusedLinear | AdaptedLinear, down: FusedLinear | AdaptedLinear, activation: str | None
+) -> int:
     """Number of input columns that `down` waits for by flag: all but its last K tile; 0 where it does not."""
     if not isinstance(gate_up, FusedLinear) or not isinstance(down, FusedLinear) or not gate_up.one_launch(activation):
         return 0
@@ -107,6 +109,8 @@ def _overlap(device: Device) -> bool:
     return device.kind == "cpu" or (device.facts is not None and device.facts.dependent_launch)
 
 
-def without_signals(linear: FusedLinear | Adapted) -> FusedLinear | Adapted:
-    """The same linear layer without flags."""
-    return replace(linear, producer=None, consumer=None) if isinstance(linear, FusedLinear) else linear
+def without_signals(linear: FusedLinear | AdaptedLinear | None) -> FusedLinear | AdaptedLinear | None:
+    """The same linear layer without flags, and with no words that launches on several streams would share."""
+    if linear is None:  # of experts
+        return None
+    return replace(linear, producer=None, consumer=None) if isinstance(linear, FusedLinear) else linear.alone

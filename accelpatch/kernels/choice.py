@@ -208,6 +208,7 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
     "packed_experts": PACKED,
     "choose_experts": TRITON,
     "fused_linear": (Row(("hip", "operations")),),
+    "adapted_linear": (Row(("hip", "operations")),),
     "large_m_linear": (  # with a gate; without one, a weight that is written out
         Row(("triton", "operations"), **_FLOAT_GEMM, options={"weight": ("float_linear",), "many": (False,)}),
         Row(("hip_gemm", "operations"), rows=(9, 64), options={"weight": ("tiled_int4_linear",)}, note=H200),

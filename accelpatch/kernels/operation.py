@@ -33,6 +33,8 @@ class Operation(Generic[R]):
     def __init__(self, name: str, function: Callable[..., R]):
         self.function = function
         self._direct: Any = None  # an autograd.Function, where `differentiate` made one
+        #: of a linear operation: (dy, args) -> the gradient of args[0], the input
+        self.input_gradient: Callable[[Tensor, tuple[Any, ...]], Tensor] | None = None
         self.custom = torch.library.custom_op(f"accelpatch::{name}", function, mutates_args=())
         self.custom.register_autograd(_no_gradient)
         functools.update_wrapper(self, function)
@@ -43,12 +45,14 @@ class Operation(Generic[R]):
         return fake
 
     def differentiate(
-        self, backward: Callable[..., tuple[Any, ...]], kept: Callable[[tuple[bool, ...], int], bool] | None = None
-    ) -> None:
+        self, backward: Callable[..., tuple[Any, ...]], kept: Callable[[tuple[bool, ...], int], bool] | None = None,
+        input_gradient: Callable[[Tensor, tuple[Any, ...]], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         """Give the operation a gradient. backward: (needed, args, *gradients of the outputs) -> one gradient for each
         argument, None where `needed` is False; it runs in eager mode and inside of compiled graphs.
 
         kept: (needed, place of a tensor) -> whether it must be kept for the backward pass, else it is None in `args`.
+        input_gradient: as the attribute.
         """
 
         def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -63,7 +67,7 @@ class Operation(Generic[R]):
             args = tuple(next(saved) if one is _Saved else one for one in ctx.rest)
             return backward(_padded(ctx.needs_input_grad, len(args)), args, *gradients)
 
-        self._direct = _directly(self.function, keep, run)
+        self._direct, self.input_gradient = _directly(self.function, keep, run), input_gradient
         self.custom.register_autograd(run, setup_context=keep)
 
     def recompute(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,5 +50,6 @@ TABLE: Mapping[str, str] = {
     "packed_experts": "experts.packed_experts",
     "choose_experts": "experts.choose_experts",
     "fused_linear": "linear.fused_linear",
+    "adapted_linear": "linear.adapted_linear",
     "large_m_linear": "linear.fused_linear",
 }

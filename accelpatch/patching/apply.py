@@ -111,8 +111,10 @@ class Handle:
         change.apply()
 
     def set(self, owner: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute of a module's instance until the model is unpatched; what was set first is undone first."""
-        self._begin(Change(owner, name, vars(owner).get(name, Absent), value))
+        """Set an attribute (or `__class__`) of a module's instance until the model is unpatched; what was set first is
+        undone first."""
+        before = type(owner) if name == "__class__" else vars(owner).get(name, Absent)
+        self._begin(Change(owner, name, before, value))
 
     def configure(self, owner: nn.Module, settings: Any) -> None:
         """Give a module another configuration until the model is unpatched."""

@@ -9,17 +9,18 @@ import torch
 
 import accelpatch
 from accelpatch.fusion import static_call
-from accelpatch.fusion.adapters import Adapted
 from accelpatch.fusion.fused_layer import FusedLayer
 from accelpatch.fusion.signals import consumed_by_attention, consumed_by_down, with_signals
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.hip.binding import SENTINEL, Signal
+from accelpatch.kernels.hip.low_rank import LowRank
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.layouts.row_major import Plain
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
+from accelpatch.kernels.ops.linear.adapted_linear import AdaptedLinear
 from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
 from accelpatch.kernels.ops.norm.fused_norm import FusedNorm
 from accelpatch.quant import int4
@@ -45,7 +46,7 @@ def test_attention_waits_for_q_and_k(heads: int, kv_heads: int, size: int, colum
 
 def test_attention_does_not_wait_for_parts_of_a_tile_or_of_adapters() -> None:
     assert consumed_by_attention(product(8 * (2 + 2), 64), shape(2, 1, 8), torch.float32) == 0  # 24 columns of q and k
-    adapted = Adapted(product(128, 64), product(8, 64), product(128, 8))
+    adapted = AdaptedLinear(product(128, 64), LowRank(torch.zeros(8, 64), torch.zeros(128, 8)))
     assert consumed_by_attention(adapted, shape(4, 2, 16), torch.float32) == 0
 
 

@@ -271,26 +271,29 @@ class Library:
 
 
 class Launched(Library):
-    """The libraries of this GPU from the user's cache."""
+    """The libraries of this GPU from the user's cache. suffix: of their functions."""
 
-    def __init__(self) -> None:
+    def __init__(self, suffix: str = "") -> None:
         super().__init__(Path())
+        self.suffix = suffix
 
     def _launch(self, p: Packed, args: binding.GemvArgs, half: int) -> None:
-        entry = binding._entry(p.format.library, binding.DTYPES[half], p.format.variant, torch.device("cuda", 0))
+        name = p.format.library + self.suffix
+        entry = binding._entry(name, binding.DTYPES[half], p.format.variant, torch.device("cuda", 0))
         extra = [] if p.format.argument is None else [p.format.argument]
         status = entry(ctypes.byref(args), half, *extra, torch.cuda.current_stream().cuda_stream)
-        binding.check(status, p.format.library)
+        binding.check(status, name)
 
 
 class Emulated(Library):
-    """The products of one form, compiled for the CPU by the SIMT emulator, on tensors of the CPU."""
+    """The products of one form, compiled for the CPU by the SIMT emulator, on tensors of the CPU. suffix: of their
+    functions."""
 
-    def __init__(self, held: ctypes.CDLL) -> None:
+    def __init__(self, held: ctypes.CDLL, suffix: str = "") -> None:
         super().__init__(Path())
-        self.held = held
+        self.held, self.suffix = held, suffix
 
     def _launch(self, p: Packed, args: binding.GemvArgs, half: int) -> None:
-        name = f"accelpatch_{p.format.library}"
+        name = f"accelpatch_{p.format.library}{self.suffix}"
         extra = [] if p.format.argument is None else [p.format.argument]
         binding.check(binding.declared(self.held, name)(ctypes.byref(args), half, *extra, None), name)

@@ -47,6 +47,12 @@ FUNCTIONS: Mapping[str, Function] = {
     "gemv_int4": Function(("gemv/gemv_int4.hip",), OFFSETS),
     "gemv_int4_32": Function(("gemv/gemv_int4_32.hip",), CODES),
     "gemv_int4_64": Function(("gemv/gemv_int4_64.hip",), GROUPS_OF_64),
+    # with LoRA inside
+    "gemv_low_rank": Function(("gemv/gemv_low_rank.hip",)),
+    "gemv_int8_low_rank": Function(("gemv/gemv_int8_low_rank.hip",), {"rows": 0, "g32": 32, "g64": 64}),
+    "gemv_int4_low_rank": Function(("gemv/gemv_int4_low_rank.hip",), OFFSETS),
+    "gemv_int4_32_low_rank": Function(("gemv/gemv_int4_32_low_rank.hip",), CODES),
+    "gemv_int4_64_low_rank": Function(("gemv/gemv_int4_64_low_rank.hip",), GROUPS_OF_64),
     "experts_int4": Function(("experts/experts_int4.hip",), EXPERT_OFFSETS),
     "experts_int4_32": Function(("experts/experts_int4_32.hip",), {**EXPERT_OFFSETS, "e2m1": CODES["e2m1"]}),
     "experts_int4_64": Function(("experts/experts_int4_64.hip",), EXPERT_OFFSETS),

@@ -19,6 +19,7 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.compiling.gpu_libraries import CODES, FUNCTIONS, library_of
 from accelpatch.kernels.compiling.gpu_libraries import DTYPES as DTYPE_NAMES
+from accelpatch.kernels.hip.low_rank import LowRank, sizes_of
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.spec import Described, Spec
 from accelpatch.kernels.triton.launch import on_device
@@ -42,9 +43,18 @@ _FLAGS = (
     "shallow",
     "dependent",
 )
+# at the end, of functions with adapters alone
+_LOW_RANK = ("down", "up", "low")
+_LOW_RANK_SIZES = ("rank", "ranks", "second_part", "third_part")
 
 # entries without a format argument
-_FORMLESS = ("accelpatch_gemv", "accelpatch_gemv_w8a8", "accelpatch_gemv_compact", "accelpatch_unpack_compact")
+_FORMLESS = (
+    "accelpatch_gemv",
+    "accelpatch_gemv_low_rank",
+    "accelpatch_gemv_w8a8",
+    "accelpatch_gemv_compact",
+    "accelpatch_unpack_compact",
+)
 OWN_FP8 = ("gemv_w8a8_fp8",)  # functions whose variants are forms of 8-bit floats, of which an arch has one or none
 NORM = {"none": 0, "rms": 1, "rms_plus_one": 2, "layer": 3}
 ACTIVATION = {"none": 0, "silu_gate": 1, "relu": 2, "gelu": 3, "gelu_tanh": 4, "silu": 5}
@@ -64,6 +74,8 @@ class GemvArgs(ctypes.Structure):
         + [(name, ctypes.c_int64) for name in _SIZES]
         + [("epsilon", ctypes.c_float)]
         + [(name, ctypes.c_int32) for name in _FLAGS]
+        + [(name, ctypes.c_void_p) for name in _LOW_RANK]
+        + [(name, ctypes.c_int32) for name in _LOW_RANK_SIZES]
     )
 
 
@@ -177,32 +189,41 @@ def launch(
     residual: Tensor | None = None,
     producer: Signal | None = None,
     consumer: Signal | None = None,
+    low_rank: LowRank | None = None,
 ) -> Tensor:
     """y[..., N] = activation(norm(x[..., K]) @ w^T + bias) + residual, in x's dtype, on torch's current stream.
 
     x and all vectors bfloat16 or float16 alike; other dtypes and strides are copied. norm: a key of NORM, over K, with
     norm_weight[K] and norm_bias[K]. activation: a key of ACTIVATION; with "silu_gate" the first half of w's rows is the
     gate, and y and residual have N / 2 columns. producer: flag for y, a single row of which lies in its `words` until
-    they are reset; consumer: flag for x. Raises KernelError for a refused launch.
+    they are reset; consumer: flag for x. low_rank: adapters inside. Raises KernelError for a refused launch.
     """
-    n, k = weight.n // 2 if activation == "silu_gate" else weight.n, weight.k
-    rows, y = _rows(x, k), _made(x, n, producer)
+    n = weight.n // 2 if activation == "silu_gate" else weight.n
+    rows, y = _rows(x, weight.k), _made(x, n, producer)
     if y.numel() == 0:
         return y
     beside = None if residual is None else _rows(residual.to(x.dtype), n)
     held = dict(zip(("bias", "norm_weight", "norm_bias"), _alike(x, bias, norm_weight, norm_bias), strict=True))
     held |= {"w": weight.w, "scale": weight.scale, "offset": weight.offset, "x": rows, "y": y, "residual": beside}
+    held |= {} if low_rank is None else low_rank.tensors()
     args = GemvArgs(
         **{name: None if tensor is None else tensor.data_ptr() for name, tensor in held.items()},
-        m=rows.shape[0], n=weight.n, k=k, x_stride=rows.stride(0), y_stride=n,
-        residual_stride=0 if beside is None else beside.stride(0),
-        epsilon=epsilon, norm=NORM[norm], activation=ACTIVATION[activation], offset_kind=CODES[weight.offset_kind],
-        scale_is_bf16=int(weight.scale is not None and weight.scale.dtype == torch.bfloat16),
-        group_shift=weight.group_shift, dependent=0 if _local.prefetchable and weight.prefetchable else -1,
+        m=rows.shape[0], n=weight.n, k=weight.k, x_stride=rows.stride(0), y_stride=n,
+        epsilon=epsilon, residual_stride=0 if beside is None else beside.stride(0), norm=NORM[norm],
+        activation=ACTIVATION[activation], **_form_of(weight), **sizes_of(low_rank),
         **signal_arguments(producer, "producer"), **signal_arguments(consumer, "consumer"),
     )  # fmt: skip
     _start(weight, args, x)
     return y
+
+
+def _form_of(weight: WeightArguments) -> dict[str, int]:
+    """The launch arguments that say how the weight is to be read."""
+    return {
+        "offset_kind": CODES[weight.offset_kind], "group_shift": weight.group_shift,
+        "scale_is_bf16": int(weight.scale is not None and weight.scale.dtype == torch.bfloat16),
+        "dependent": 0 if _local.prefetchable and weight.prefetchable else -1,
+    }  # fmt: skip
 
 
 def unpack(weight: WeightArguments, unpacked: Tensor, *, interleaved: bool) -> None:

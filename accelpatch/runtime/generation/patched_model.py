@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from accelpatch.fusion.cache_name import CACHE, behind_checks
 from accelpatch.fusion.packed_rows import without_padding
 from accelpatch.models.multimodal import is_multimodal
+from accelpatch.modules.adapted_linear import wrappers_in
 from accelpatch.modules.attention import WEIGHTS
 from accelpatch.modules.attention_settings import originals
 from accelpatch.modules.quantized_module import take_over
@@ -87,7 +88,7 @@ def patched_classes(model: nn.Module, runtime: NativeRuntime | CapturedRuntime) 
         found += [(one, PATCHED, True), (one, CODE, runtime.code), (one, "__class__", new)]
         if "_old_forward" in vars(one):  # what accelerate's wrapper calls
             found.append((one, "_old_forward", types.MethodType(cast(Any, new).forward, one)))
-    return found
+    return [*found, *((wrapper, "__class__", kind) for wrapper, kind in wrappers_in(model))]
 
 
 def with_parts(model: nn.Module) -> list[nn.Module]:

@@ -12,12 +12,14 @@ from torch import nn
 
 from accelpatch.errors import PatchError
 from accelpatch.modules.adapted_experts import adapt_packed
+from accelpatch.modules.adapted_linear import wrappers_in
 from accelpatch.modules.packed_weight import PackedWeight, packed_in
 from accelpatch.modules.quantized_module import take_over
 from accelpatch.runtime.generation.adapter_targets import check_next
 
 MODULE = "torch.nn.modules.module"
 PATCHED = "_accelpatch_patched"  # an attribute of patched instances only
+HANDLE = "accelpatch"  # the attribute of a patched model that undoes the patch
 SAVE = "_accelpatch_save"  # the attribute of a patched model that holds the function that writes it into a folder
 
 # transformers would write tensors under names that it cannot read back, or grow a table that is packed.
@@ -99,6 +101,9 @@ def naming_ties(cls: Any) -> Any:
         if not recurse:  # so PEFT looks for what an adapter is for
             check_next(self)
         adapt_packed(self)  # PEFT asks for all names once its adapters are in
+        if (handle := vars(self).get(HANDLE)) is not None:
+            for module, kind in wrappers_in(self):
+                handle.set(module, "__class__", kind)
         named = cls.named_parameters(self, prefix, recurse, remove_duplicate)
         start = f"{prefix}." if prefix else ""
         tokens = ((f"{start}{name}.weight", module.token) for name, module in packed_in(self))

@@ -55,6 +55,14 @@ struct GemvArgs {
     int32_t group_shift;  // log2 of the steps that share one packed scale; compact: outliers of a row, in fours
     // Tuning; zero means the default. None of it changes a result's bits. dependent: -1 waits for the kernel before.
     int32_t blocks, shallow, dependent;
+#if defined(LOW_RANK)
+    // Adapters, see low_rank.h. down: [ranks][K]; up: [N][rank], both in x's dtype, rank a multiple of 8; low:
+    // float[ranks][8] of which all bits are set before and after, and behind them a number that is zero. Rows of w from
+    // second_part and from third_part on have the second and third `rank` of the `ranks`.
+    const void *down, *up;
+    float* low;
+    int32_t rank, ranks, second_part, third_part;
+#endif
 };
 
 // Of a launch over experts, see stacked.h: one of a token's tiles (gate and up) or steps (down) after the other.
@@ -89,4 +97,13 @@ struct GemvPlan {
     int32_t w_aligned, x_aligned;
     int32_t y_pairs;  // columns of y, and of a residual, come in aligned pairs
     ExpertPlan experts;
+#if defined(LOW_RANK)
+    int32_t low_at;  // bytes
+#endif
 };
+// What sources with LoRA inside have besides, see low_rank.h.
+#if defined(LOW_RANK)
+#define ADAPTERS(...) __VA_ARGS__
+#else
+#define ADAPTERS(...)
+#endif

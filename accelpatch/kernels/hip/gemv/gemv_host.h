@@ -9,6 +9,11 @@ inline int check(const GemvArgs& a) {
     if (a.m < 0 || a.m > 8 || a.n < 1 || a.k < 1 || a.n >= LARGEST || a.k >= LARGEST / 16) return STATUS_SIZE;
     if (a.activation == ACT_SILU_GATE && a.n % 2) return STATUS_SIZE;
     if (a.m && (!a.w || !a.x || !a.y)) return STATUS_POINTER;
+#if defined(LOW_RANK)
+    if (a.rank < 8 || a.rank % 8 || a.ranks < a.rank || a.ranks > 3 * a.rank || a.ranks > MOST_RANKS)
+        return STATUS_SIZE;
+    if (a.m && (!a.down || !multiple_of_16(a.up) || !multiple_of_16(a.low) || !a.up || !a.low)) return STATUS_POINTER;
+#endif
     if (a.producer && (a.producer_columns < 1 || a.producer_columns > (a.activation == ACT_SILU_GATE ? a.n / 2 : a.n) ||
                           a.producer_columns % tile_columns(a)))
         return STATUS_SIZE;
@@ -69,6 +74,9 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form
     const int64_t unused = (MOST_SCORES - round_up(p.experts.experts, 4)) * 4;  // scores
     p.experts.scores_at = layout.reserve(p.experts.logits && !SHARED_STAGES ? sizeof(Scores) - unused : 0);
     p.mbarriers_at = layout.reserve(clustered ? MBARRIERS<F> * 8 : 0);
+#if defined(LOW_RANK)
+    p.low_at = layout.reserve(LOW_TOKENS * 4 * ((BLOCKS_MEET ? a.ranks : 0) + THREADS / 32));
+#endif
     p.stages_at = layout.reserve(SHARED_STAGES ? int64_t(depth) * PAIR<F> * SLOT_BYTES<F> * WARPS : 0);
     return layout.bytes;
 }
@@ -159,12 +167,27 @@ template <class F, class T> int launch_as_clusters(const GemvArgs& a, const Devi
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
 
+#if defined(LOW_RANK)
+// Where blocks do not wait for each other: what adapters add, before the product.
+template <class T>
+int launch_low_rank(const GemvArgs& a, const GemvPlan& made, const DeviceLimits& limits, GpuStream stream) {
+    GemvPlan plan = made;
+    SharedLayout layout;
+    plan.moments_at = layout.reserve(Norms<T, false, false>::floats(a.norm) * 4);
+    plan.low_at = layout.reserve(LOW_TOKENS * (THREADS / 32) * 4);
+    const int blocks = a.ranks < 2 * limits.sms ? a.ranks : 2 * limits.sms;
+    return launch_kernel(
+        low_rank_kernel<T>, blocks, THREADS, int(layout.bytes), stream, limits, a.dependent >= 0, a, plan);
+}
+#endif
+
 template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
     const DeviceLimits limits = device_limits();
     const bool narrow = F::QUANTIZES && a.m <= NARROW_TOKENS;
     const int blocks = a.blocks > 0 ? a.blocks : limits.sms * BLOCKS_LAUNCHED;
     GemvPlan plan = {};
     const int depth = make_plan<F, T>(plan, a, limits, blocks, narrow ? Form::NARROW : Form::WIDE);
+#if !defined(LOW_RANK)
     if constexpr (CLUSTER > 1 && !COMPACT<F> && !STAGE_SCALES<F>) {
         const bool many = a.m > (F::QUANTIZES ? NARROW_TOKENS : WIDE_TOKENS);
         if (limits.clusters && common(a, plan) && (many || !depth || plan.bytes > half_of(limits))) {
@@ -172,15 +195,23 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
             if (status != STATUS_MEMORY || many) return status;
         }
     }
+#endif
     if (!depth) return STATUS_MEMORY;
     if (a.producer) plan.signalled = int32_t(a.producer_columns / tile_columns(a));
+#if !defined(LOW_RANK)
     // The scale of a quantised token is known when all of K is.
     if (a.consumer && !a.norm && plan.staged_k_tiles == plan.k_tiles && !QUANTIZES_ROWS<F>)
         plan.signalled_k_tiles = int32_t(a.consumer_columns / K_TILE_VALUES);
+#endif
     auto kernel = kernel_of<F, T, false>(depth);
     if constexpr (F::QUANTIZES && NARROW_TOKENS > 0) {
         if (narrow) kernel = kernel_of<F, T, true>(depth);
     }
+#if defined(LOW_RANK)
+    if constexpr (!BLOCKS_MEET) {
+        if (const int error = launch_low_rank<T>(a, plan, limits, stream)) return STATUS_DEVICE + error;
+    }
+#endif
     const int error = launch_kernel(kernel, blocks, THREADS, plan.bytes, stream, limits, a.dependent >= 0, a, plan);
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }

@@ -95,6 +95,7 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
     const int seat = NARROW ? lane_id() : threadIdx.x & (WK * WARP_SIZE - 1);
     Output<F, T> output(a, plan, adds(0) ? tile_of<F>(plan, 0, wn) : plan.tiles, seat);
     const typename Sums::Place place(a, plan, shared);
+    ADAPTERS(Adapters<T> adapters(a, plan, low_here(plan, shared));)
     const bool fully_staged = plan.staged_k_tiles == plan.k_tiles;
     int there = 0;  // the K tile up to which K is staged; 0: it is to be staged anew
     bool begun = false;
@@ -115,6 +116,7 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
                                                           : plan.k_tiles;
                 stage_next(a, plan, stager, stream, k_tile_begin,
                     min(plan.steps, there * plan.k_tile_steps) - k_tile_begin, begin, begun);
+                ADAPTERS(adapters.multiply(static_cast<const Norms<T, false, COMMON>&>(stager));)
                 if (rest) reset_signal(a);
             }
             if (adder && k_tile == 0) output.load_residual(a);
@@ -139,6 +141,7 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
             continue;
         }
         group_sync(name, WK * WARP_SIZE);
+        ADAPTERS(output.add_adapters(a, adapters.sums(), seat);)
         if (output.column >= 0) {
             typename Sums::Value first = 0, second = 0;
             const auto* mine = partial + (seat >> 4) * WK * PARTIAL_STRIDE + (seat & 15);
@@ -177,6 +180,7 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
     }
     if (!begun) grid_wait();  // no tile
     if (plan.signalled_k_tiles && there < plan.k_tiles) reset_signal(a);
+    ADAPTERS(adapters.end();)
 }
 
 template <class F, class T, bool NARROW, int DEPTH>

@@ -45,9 +45,22 @@ template <class F, class T> struct Output {
         if (a.residual && column >= 0) residual = bits(a.residual, token * a.residual_stride + column);
     }
     // token_scale: of a quantised token.
+#if defined(LOW_RANK)
+    float adapted[2] = {0.f, 0.f};  // adapters' products
+    // From their sums `here`. `seat`: as the constructor's.
+    DEVICE void add_adapters(const GemvArgs& a, const float* here, int seat) {
+        if (column < 0) return;
+        const bool gate = a.activation == ACT_SILU_GATE;
+        adapted[0] = low_rank_sum<T>(a, here, seat >> 4, column);
+        if (gate) adapted[1] = low_rank_sum<T>(a, here, seat >> 4, column + int(a.n / 2));
+    }
+#endif
     template <bool COMMON, class V>
     DEVICE void store(const GemvArgs& a, V first, V second, float token_scale = 1.f) const {
         const auto finished = [&](V sum, int i) ALWAYS_INLINE {
+#if defined(LOW_RANK)
+            return fmaf(float(sum), scale[i], T::up(bias[i])) + adapted[i];
+#endif
             if constexpr (QUANTIZES_ROWS<F>) return fmaf(token_scale * scale[i], float(sum), T::up(bias[i]));
             else return sum * scale[i] + (COMPACT<F> ? beside[i] + T::up(bias[i]) : T::up(bias[i]));
         };

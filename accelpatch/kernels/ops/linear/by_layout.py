@@ -160,6 +160,13 @@ def linear(x: Tensor, weight: Layout, bias: Tensor | None, *, training: bool = F
     return LINEARS[type(weight)].operation(x, *weight.arguments(), bias)
 
 
+def trained_as(weight: Layout) -> tuple[Layout, Operation[Tensor]]:
+    """The weight in the layout that is multiplied by while a gradient is wanted, and that layout's operation."""
+    weight_only = LINEARS[type(weight)].weight_only
+    weight = weight if weight_only is None else weight_only(weight)
+    return weight, LINEARS[type(weight)].operation
+
+
 def embedded(ids: Tensor, table: Layout, dtype: torch.dtype) -> Tensor:
     """rows[..., K] of a table[N, K] in `dtype`, by the operation of its layout; ids[...] in 0..N-1, else IndexError."""
     embedding = LINEARS[type(table)].embedding

@@ -59,21 +59,27 @@ def differentiate(
     compute = torch.library.custom_op(name, with_defaults(of_input, like), mutates_args=(), schema=schema)
     compute.register_fake(with_defaults(fake, like))
 
+    def of_args(dy: Tensor, args: tuple[Any, ...]) -> Tensor:
+        return (of_input if _direct() else compute)(dy.contiguous(), *args[1:])
+
     def backward(needed: tuple[bool, ...], args: tuple[Any, ...], dy: Tensor) -> tuple[Any, ...]:
         if any(needed[1 + trains : bias]):
             raise KernelError(NO_GRADIENT)
-        made: list[Any] = [None] * len(args)
-        flat = dy.reshape(-1, dy.shape[-1])
+        flat, made = dy.reshape(-1, dy.shape[-1]), list[Any]([None] * len(args))
         if needed[0]:
-            direct = is_eager() and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-            made[0] = (of_input if direct else compute)(dy.contiguous(), *args[1:])
+            made[0] = of_args(dy, args)
         if trains and needed[1]:
             made[1] = (flat.t() @ args[0].reshape(-1, args[0].shape[-1])).to(args[1].dtype)
         if needed[bias]:
             made[bias] = flat.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(args[bias].dtype)
         return tuple(made)
 
-    operation.differentiate(backward, partial(_kept, trains))
+    operation.differentiate(backward, partial(_kept, trains), of_args)
+
+
+def _direct() -> bool:
+    """Whether nothing traces, transforms or differentiates the backward pass itself."""
+    return is_eager() and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def _kept(trains: bool, needed: tuple[bool, ...], place: int) -> bool:
