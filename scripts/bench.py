@@ -41,6 +41,7 @@ TOPICS = {
     "train": "Time a step of LoRA training beside PEFT in bf16 and bitsandbytes.",
     "compiled": "Time models of no known family with torch.compile and without.",
     "continuous": "Time many requests at once through generate_batch.",
+    "rows": "Time linear layers by their rows, every format beside torch's own.",
     "cpu": "Time this CPU through generate(), beside llama.cpp.",
 }
 
