@@ -82,6 +82,7 @@ def _within(size: int, bound: Range) -> bool:
 
 
 LEAST_EXPERTS = 8  # below so many, chosen pairs are few as well
+INT8_WGMMA, INT4_WGMMA = 512, 256  # rows up to which Hopper makes floats of codes in registers
 STREAMED = 64  # rows up to which Triton reads a weight of 8 bits as a GEMV does; it has no gate inside then
 WRITTEN_OUT = 65  # rows from which on a 4-bit weight is written out for torch's GEMM
 
@@ -111,12 +112,14 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
     ),
     "int8_linear": (
         Row(("hip", "triton", "torch"), rows=(0, 8), note=ONE_PASS),
+        Row(("triton_wgmma", "triton", "hip", "torch"), "wgmma", HALVES, (9, INT8_WGMMA), note=H200),
         Row(("triton", "hip", "torch"), note=H200),
     ),
     "int3_linear": PLAIN,
     "int4_linear": PLAIN,  # row by row as on disk and on CPUs; GPUs hold tiles, the next row
     "tiled_int4_linear": (
         Row(("hip", "triton", "torch"), rows=(0, 8), note=ONE_PASS),
+        Row(("triton_wgmma", "hip_gemm", "triton", "hip", "torch"), "wgmma", HALVES, (9, INT4_WGMMA), note=H200),
         Row(("hip_gemm", "triton", "hip", "torch"), note=H200),
     ),
     "compact_linear": (
