@@ -24,27 +24,27 @@ STEPS = 8  # of x that a program of `spread` orders
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program takes: `tokens` rows of x and `rows` of the weight. programs: as many as an SM has at a time.
-    registers: the most of a thread; 0: as many as the compiler takes."""
+    """What a program takes: `tokens` rows of x and `rows` of the weight. programs: on an SM, where K can be split.
+    pair: steps of K between two barriers, 1 or 2. tma: whether x comes by TMA."""
 
     tokens: int
     rows: int
     warps: int
     stages: int
     programs: int = 1
-    registers: int = 0
+    pair: int = 1
+    tma: bool = True
 
     def options(self) -> dict[str, int]:
         """Triton's launch options."""
-        limit = {"maxnreg": self.registers} if self.registers else {}
-        return {"num_warps": self.warps, "num_stages": self.stages, **limit}
+        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 LEAST_STEPS = 4  # of a split of K
 #: bits of a code -> tiles, of which the first that has a call's rows is taken, else the last; measured on an H200
 TILES = {
-    4: (Tile(16, 64, 4, 4, 4), Tile(32, 64, 4, 4, 4), Tile(64, 128, 8, 4, 2), Tile(128, 128, 8, 3, 1)),
-    8: (Tile(16, 64, 4, 4, 4), Tile(32, 64, 4, 4, 4), Tile(64, 128, 8, 4, 2), Tile(128, 128, 8, 3, 1)),
+    4: (Tile(16, 64, 4, 6, 3, tma=False), Tile(32, 64, 4, 5, 3), Tile(64, 64, 4, 4, 2), Tile(128, 64, 4, 3, 2)),
+    8: (Tile(16, 64, 4, 6, 3, tma=False), Tile(32, 64, 4, 4, 3), Tile(64, 64, 4, 4, 2), Tile(128, 64, 4, 3, 2)),
 }
 
 
@@ -99,13 +99,14 @@ def _linear(x: Tensor, weight: Codes, bias: Tensor | None, columns: int, part: s
         given, tma = _given(ordered, tile)
         programs = cdiv(m, tile.tokens) * cdiv(n, tile.rows)
         run = cdiv(steps, max(1, min(tile.programs * processors(x.device) // programs, steps // LEAST_STEPS, 8)))
+        run = cdiv(run, tile.pair) * tile.pair
         splits = cdiv(steps, run)
         parts = y if splits == 1 else y.new_empty((splits, m, columns), dtype=torch.float32)
         beside = y if bias is None else bias
         kernels.product[(programs, splits)](
             given, sums, w, scale, scale if offset is None else offset, beside, y, parts, m, n, columns, k // 2, run,
             steps, sets, shift, bits, KINDS[kind], PARTS.index(part), scales, bias is not None, splits > 1, tma,
-            x.is_cuda, overlapped, tile.tokens, tile.rows, **tile.options(), **options,
+            x.is_cuda, overlapped, tile.tokens, tile.rows, tile.pair, **tile.options(), **options,
         )  # fmt: skip
         if splits > 1:
             _add_up[(cdiv(m * columns, 1024),)](
@@ -127,7 +128,7 @@ def _ordered(flat: Tensor, bits: int, summed: bool, overlapped: bool, options: d
 
 def _given(ordered: Tensor, tile: Tile) -> tuple[Any, bool]:
     """x as the kernel takes it, and whether that is a descriptor of tiles, for Hopper's TMA."""
-    if not (DESCRIPTORS and ordered.is_cuda):
+    if not (tile.tma and DESCRIPTORS and ordered.is_cuda):
         return ordered, False
     from triton.tools.tensor_descriptor import TensorDescriptor
 

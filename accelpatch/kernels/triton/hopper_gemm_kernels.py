@@ -145,9 +145,11 @@ def _row(row, n, columns, PART: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _later(pointers, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load 32 bits. ASM: at this place, which else the compiler moves behind the products."""
-    if ASM:
+def _later(pointers, ASM: tl.constexpr, WANTED: tl.constexpr = True):  # type: ignore[no-untyped-def]
+    """Load 32 bits, or nothing. ASM: at this place; else the compiler moves it behind the products."""
+    if not WANTED:
+        found = 0
+    elif ASM:
         found = tl.inline_asm_elementwise(
             "ld.global.b32 $0, [$1];", "=r,l", [pointers.to(tl.int64)], tl.int32, False, 1
         )
@@ -157,11 +159,20 @@ def _later(pointers, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _prefetch(pointers):  # type: ignore[no-untyped-def]
-    """Ask for lines of L2."""
+def _ask(pointers):  # type: ignore[no-untyped-def]
+    """Ask for lines of memory in L2."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, False, 1
     )
+
+
+@triton.jit
+def _prefetch(scales, offsets, place, S_STEP: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Ask for scales, and for what lies beside them."""
+    if ASM:
+        _ask(scales + place * S_STEP)
+        if KIND != 0:
+            _ask(offsets + place * (2 * S_STEP))
 
 
 @triton.jit
@@ -179,52 +190,80 @@ def _added(scale, offset, place, KIND: tl.constexpr):  # type: ignore[no-untyped
     return (8.0 - beside) * factor if KIND == 1 else 8.0 * factor + beside
 
 
+@triton.jit
+def _places(w, rows, n, w_row, steps, sets, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of rows, or the last one there is: addresses of their first codes, and places of their first scales."""
+    if BITS == 4:
+        held = tl.minimum(rows, (n + 15) // 16 * 16 - 1)
+        first = w + (held // 16 * steps * 512 + held % 16 * 32)[:, None] + tl.arange(0, 32)[None, :]
+        at = (held // 16 * sets * 8 + held % 8) * 2 + held % 16 // 8
+    else:
+        held = tl.minimum(rows, n - 1)
+        first = w + held[:, None] * w_row + tl.arange(0, 64)[None, :]
+        at = held * sets
+    return first, at
+
+
+@triton.jit
+def _multiplied(  # type: ignore[no-untyped-def]
+    total, x, x_rows, w_rows, first, step, factor,
+    BITS: tl.constexpr, TMA: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """total + a step's products times the rows' scales. w_rows: the step's codes."""
+    given = tl.trans(x.load([first, step * 128])) if TMA else tl.load(x_rows + step * 128)
+    found = tl.dot(_weights(tl.load(w_rows), given.dtype, BITS, ASM), given)
+    return total + found * factor[:, None]
+
+
+@triton.jit
+def _with_sums(total, sums, scale, offset, at, begin, end, m, token, shift, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """total + what is added to each weight of a group, times the sum of the group's x."""
+    for start in tl.range(begin, end, 16, num_stages=1):
+        of = start + tl.arange(0, 16)
+        place = at[:, None] + (tl.minimum(of, end - 1) >> shift)[None, :] * 16
+        given = tl.load(sums + of[:, None] * m + token[None, :], mask=(of < end)[:, None], other=0.0)
+        total = tl.dot(_added(scale, offset, place, KIND), given, total, input_precision="tf32x3")
+    return total
+
+
 @triton.jit(do_not_specialize=["m", "run", "steps", "sets", "shift"])
 def product(  # type: ignore[no-untyped-def]
     x, sums, w, scale, offset, bias, y, parts, m, n, columns, w_row, run, steps, sets, shift,
     BITS: tl.constexpr, KIND: tl.constexpr, PART: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
     CUT: tl.constexpr, TMA: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr, TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     split, across = tl.program_id(1), tl.cdiv(m, TOKENS)
     first = tl.program_id(0) % across * TOKENS  # those that share rows run together
     tokens, token = first + tl.arange(0, TOKENS), tl.minimum(first + tl.arange(0, TOKENS), m - 1)
     rows = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    if BITS == 4:
-        held = tl.minimum(rows, (n + 15) // 16 * 16 - 1)
-        w_rows = w + (held // 16 * steps * 512 + held % 16 * 32)[:, None] + tl.arange(0, 32)[None, :]
-        at = (held // 16 * sets * 8 + held % 8) * 2 + held % 16 // 8
-        scales = scale.to(tl.pointer_type(tl.int32)) + at // 2  # those of rows r and r + 8
-        upper = (held % 16 // 8 * 16).to(tl.int32)
-    else:
-        held = tl.minimum(rows, n - 1)
-        w_rows = w + held[:, None] * w_row + tl.arange(0, 64)[None, :]
-        at = held * sets
-        scales, upper = scale + at, 0
+    w_rows, at = _places(w, rows, n, w_row, steps, sets, BITS)
+    # of 4 bits, those of rows r and r + 8 are 32 bits
+    scales = scale.to(tl.pointer_type(tl.int32)) + at // 2 if BITS == 4 else scale + at
+    upper = (at % 2 * 16).to(tl.int32)
     W_STEP: tl.constexpr = 512 if BITS == 4 else 64
     S_STEP: tl.constexpr = 8 if BITS == 4 else 1
-    if not TMA:
-        x_rows = x + token.to(tl.int64)[None, :] * (steps * 128) + tl.arange(0, 128)[:, None]
+    x_rows = x if TMA else x + token.to(tl.int64)[None, :] * (steps * 128) + tl.arange(0, 128)[:, None]
     begin, end = split * run, tl.minimum((split + 1) * run, steps)
     overlap(DEPENDENT)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
-    factor = tl.load(scales + (begin >> shift) * S_STEP)
-    for step in tl.range(begin, end):
-        if SCALES:  # those of the next step are on their way while this one multiplies
-            later = _later(scales + (tl.minimum(step + 1, end - 1) >> shift) * S_STEP, ASM and BITS == 4)
-            if ASM:
-                _prefetch(scales + (tl.minimum(step + AHEAD, end - 1) >> shift) * S_STEP)
-                if KIND != 0:
-                    _prefetch(offset + at + (tl.minimum(step + AHEAD, end - 1) >> shift) * (2 * S_STEP))
-        given = tl.trans(x.load([first, step * 128])) if TMA else tl.load(x_rows + step * 128)
-        sums_of_step = tl.dot(_weights(tl.load(w_rows + step * W_STEP), given.dtype, BITS, ASM), given)
-        total += sums_of_step * _factor(factor, upper, scale.dtype.element_ty, BITS)[:, None]
+    one = tl.load(scales + (begin >> shift) * S_STEP)
+    two = tl.load(scales + (tl.minimum(begin + 1, end - 1) >> shift) * S_STEP)
+    for step in tl.range(begin, end, PAIR):
+        if SCALES:  # those of the next steps are on their way while these multiply
+            three = _later(scales + (tl.minimum(step + PAIR, end - 1) >> shift) * S_STEP, ASM and BITS == 4)
+            four = _later(scales + (tl.minimum(step + 3, end - 1) >> shift) * S_STEP, ASM and BITS == 4, PAIR == 2)
+            _prefetch(scales, offset + at, tl.minimum(step + AHEAD, end - 1) >> shift, S_STEP, KIND, ASM)
+        factor = _factor(one, upper, scale.dtype.element_ty, BITS)
+        total = _multiplied(total, x, x_rows, w_rows + step * W_STEP, first, step, factor, BITS, TMA, ASM)
+        if PAIR == 2:
+            next_step = tl.minimum(step + 1, end - 1)
+            factor = tl.where(step + 1 < end, _factor(two, upper, scale.dtype.element_ty, BITS), 0.0)
+            total = _multiplied(total, x, x_rows, w_rows + next_step * W_STEP, first, next_step, factor, BITS, TMA, ASM)
         if SCALES:
-            factor = later
+            one = three
+            if PAIR == 2:
+                two = four
     if KIND != 0:
-        for start in tl.range(begin, end, 16, num_stages=1):
-            of = start + tl.arange(0, 16)
-            place = at[:, None] + (tl.minimum(of, end - 1) >> shift)[None, :] * 16
-            its_sums = tl.load(sums + of[:, None] * m + token[None, :], mask=(of < end)[:, None], other=0.0)
-            total = tl.dot(_added(scale, offset, place, KIND), its_sums, total, input_precision="tf32x3")
+        total = _with_sums(total, sums, scale, offset, at, begin, end, m, token, shift, KIND)
     leave(total, bias, y, parts, tokens, _row(rows, n, columns, PART), m, columns, split, BIAS, CUT)
