@@ -214,6 +214,7 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
     "large_m_linear": (  # with a gate; without one, a weight that is written out
         Row(("triton", "operations"), **_FLOAT_GEMM, options={"weight": ("float_linear",), "many": (False,)}),
         Row(("hip_gemm", "operations"), rows=(9, 64), options={"weight": ("tiled_int4_linear",)}, note=H200),
+        Row(("operations",), "wgmma", HALVES, (65, INT4_WGMMA), options={"weight": ("tiled_int4_linear",)}, note=H200),
         Row(("triton", "operations"), rows=(STREAMED + 1, None), options={"weight": ("w8a8_linear",)}, note=HOPPER),
         Row(("triton", "operations"), rows=(WRITTEN_OUT, None), options={"many": (True,)}, note=H200),
         Row(("operations",)),

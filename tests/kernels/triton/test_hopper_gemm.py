@@ -134,7 +134,9 @@ def test_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_installed", lambda: True)
     hopper, half = KNOWN["sm_90"], torch.bfloat16
 
-    def of_int4(device: Any = hopper, dtype: torch.dtype = half, group: int = 128, kind: str = "none", m: int = 9) -> Any:
+    def of_int4(
+        device: Any = hopper, dtype: torch.dtype = half, group: int = 128, kind: str = "none", m: int = 9
+    ) -> Any:
         spec = tiled_int4_linear.of_shape(256, 1024, dtype, group, kind, m=m)
         return dispatch.why_not("tiled_int4_linear", NAME, spec, device)
 
