@@ -4,9 +4,8 @@
 
 Kernels that begin while the one before them ends are compiled for sm_90 too: they wait before they touch memory. So are
 products of 8-bit floats, of int8 and int4 weights, and attention: they run on its matrix unit, the latter two without
-waiting for each other. Needs
-Triton (any build of it compiles for all). `make gate` runs this. It says nothing about speed or right results: the
-numbers are tested through Triton's interpreter and on GPUs.
+waiting for each other. Needs Triton (any build of it compiles for all). `make gate` runs this. It says nothing about
+speed or right results: the numbers are tested through Triton's interpreter and on GPUs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The linear layers of one layer of a model by their rows: every format beside torch's own product of the same dtype.
+"""The four linear layers of a 7B model's layer by their rows: every format beside torch's own product.
 
     python scripts/bench.py rows [--cases int4 int8 smoothquant fp8] [--rows 1 8 16 32 64 128 256 512 1024]
-        [--model llama2-7b] [--device cuda] [--dtype bfloat16] [--implementations] [--plot rows.png]
+        [--device cuda] [--dtype bfloat16] [--implementations] [--plot rows.png]
 
 The ratio is torch's time over the format's: above 1 the format is faster. Each product is what a patched model of the
-recipe calls, by the implementation that the table of kernels/choice.py takes, and is held to the float rule before it is
-timed. On a GPU the weights are in rotation beyond the L2 cache, and one graph has them all; the last column is the mean
-of the four shapes. --implementations has a line for each implementation that can run.
+recipe calls, by the implementation that the table of kernels/choice.py takes, and is held to the float rule before it
+is timed. On a GPU the weights are in rotation beyond the L2 cache, and one graph has them all; the last column is the
+mean of the four shapes. --implementations has a line for each implementation that can run.
 """
 
 from __future__ import annotations

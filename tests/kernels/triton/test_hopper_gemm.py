@@ -1,9 +1,10 @@
-"""Products of int8 and int4 weights for Hopper's matrix unit: the float rule on poisoned outputs, every tile, cut, group,
-kind and part of interleaved tiles. Through the interpreter codes become floats by Triton's own operations, on a GPU by
-instructions for two at a time; only where it is a Hopper these run."""
+"""Products of int8 and int4 weights for Hopper's matrix unit: the float rule on poisoned outputs, every tile, cut,
+group, kind and part of interleaved tiles. Through the interpreter codes become floats by Triton's own operations, on a
+Hopper by instructions for two at a time; other GPUs have no such kernel."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,26 +74,41 @@ class TestRows:
         assert_parity("tiled_int4_linear", int4_args(m, n, k, dtype, bias=bool(m % 2)), NAME)
 
 
-@pytest.mark.parametrize("kind", ["none", "minimum", "zero_point"])
-@pytest.mark.parametrize("group", [128, 256, None], ids=str)
-def test_groups_of_int4(group: int | None, kind: str) -> None:
-    k = 480 if group is None else 1280  # a last step of the tiles that is not full
-    assert_parity("tiled_int4_linear", int4_args(20, 33, k, DTYPES[0], group, kind), NAME)
+class TestForms:
+    pytestmark = marks
 
+    @pytest.mark.parametrize("kind", ["none", "minimum", "zero_point"])
+    @pytest.mark.parametrize("group", [128, 256, None], ids=str)
+    def test_groups_of_int4(self, group: int | None, kind: str) -> None:
+        k = 480 if group is None else 1280  # a last step of the tiles that is not full
+        assert_parity("tiled_int4_linear", int4_args(20, 33, k, DTYPES[0], group, kind), NAME)
 
-@pytest.mark.parametrize("groups", [1, 5, 10])
-def test_groups_of_int8(groups: int) -> None:
-    assert_parity("int8_linear", int8_args(20, 33, 1280, DTYPES[0], groups), NAME)
+    @pytest.mark.parametrize("groups", [1, 5, 10])
+    def test_groups_of_int8(self, groups: int) -> None:
+        assert_parity("int8_linear", int8_args(20, 33, 1280, DTYPES[0], groups), NAME)
 
+    @pytest.mark.parametrize("part", ["both", "gate", "up"])
+    @pytest.mark.parametrize("m", [20, 70])
+    def test_interleaved_rows(self, m: int, part: str) -> None:
+        """A gate and its up whose rows lie side by side: the columns of y are in the order of the weight's rows."""
+        x, *tiles, bias = int4_args(m, 96, 256, DTYPES[0])
+        both = Tiles(*tiles).pair()
+        held = both if part == "both" else both.replace(n=48, part=part)
+        assert_parity("tiled_int4_linear", (x, *held, bias[: held.n]), NAME)
 
-@pytest.mark.parametrize("part", ["both", "gate", "up"])
-@pytest.mark.parametrize("m", [20, 70])
-def test_interleaved_rows(m: int, part: str) -> None:
-    """A gate and its up whose rows lie side by side: the columns of y are in the order of the weight's rows."""
-    x, *tiles, bias = int4_args(m, 96, 256, DTYPES[0])
-    both = Tiles(*tiles).pair()
-    held = both if part == "both" else both.replace(n=48, part=part)
-    assert_parity("tiled_int4_linear", (x, *held, bias[: held.n]), NAME)
+    @pytest.mark.parametrize("k", [128, 1152, 2048])
+    @pytest.mark.parametrize("pair", [1, 2])
+    @pytest.mark.parametrize("tma", [False, True])
+    def test_one_or_two_steps_between_barriers(
+        self, pair: int, tma: bool, k: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also where a split, or all of K, ends with one step alone."""
+        from accelpatch.kernels.triton import hopper_gemm
+
+        tile = hopper_gemm.Tile(16, 64, 4, 3, 2, pair, tma)
+        monkeypatch.setattr(hopper_gemm, "TILES", {4: (tile,), 8: (tile,)})
+        assert_parity("tiled_int4_linear", int4_args(9, 33, k, DTYPES[0]), NAME)
+        assert_parity("int8_linear", int8_args(9, 33, k, DTYPES[0], k // 128), NAME)
 
 
 @pytest.mark.parametrize("op", ["int8_linear", "tiled_int4_linear"])
@@ -122,10 +138,6 @@ class TestSpecials:
         wide = torch.zeros(2, 9, 515, dtype=x.dtype, device=DEVICE)
         wide[..., 3:] = x.view(2, 9, 512)
         assert_parity(op, (wide[..., 3:], *rest), NAME)
-
-
-for test in (test_groups_of_int4, test_groups_of_int8, test_interleaved_rows):
-    test.pytestmark = [*test.pytestmark, *marks]  # type: ignore[attr-defined]
 
 
 def test_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +178,5 @@ def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     for op, most in (("int8_linear", choice.INT8_WGMMA), ("tiled_int4_linear", choice.INT4_WGMMA)):
         for rows, taken in ((8, False), (9, True), (most, True), (most + 1, False)):
             spec = tiled_int4_linear.of_shape(256, 1024, torch.bfloat16, 128, "none", m=rows)
-            from dataclasses import replace
-
             first = dispatch.order(op, replace(spec, op=op), KNOWN["sm_90"])[0]
             assert (first == NAME) == taken, (op, rows)
