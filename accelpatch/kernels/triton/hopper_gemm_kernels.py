@@ -218,11 +218,12 @@ def _multiplied(  # type: ignore[no-untyped-def]
 @triton.jit
 def _with_sums(total, sums, scale, offset, at, begin, end, m, token, shift, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """total + what is added to each weight of a group, times the sum of the group's x."""
-    for start in tl.range(begin, end, 16, num_stages=1):
-        of = start + tl.arange(0, 16)
-        place = at[:, None] + (tl.minimum(of, end - 1) >> shift)[None, :] * 16
-        given = tl.load(sums + of[:, None] * m + token[None, :], mask=(of < end)[:, None], other=0.0)
-        total = tl.dot(_added(scale, offset, place, KIND), given, total, input_precision="tf32x3")
+    if KIND != 0:
+        for start in tl.range(begin, end, 16, num_stages=1):
+            of = start + tl.arange(0, 16)
+            place = at[:, None] + (tl.minimum(of, end - 1) >> shift)[None, :] * 16
+            given = tl.load(sums + of[:, None] * m + token[None, :], mask=(of < end)[:, None], other=0.0)
+            total = tl.dot(_added(scale, offset, place, KIND), given, total, input_precision="tf32x3")
     return total
 
 
@@ -238,11 +239,11 @@ def product(  # type: ignore[no-untyped-def]
     tokens, token = first + tl.arange(0, TOKENS), tl.minimum(first + tl.arange(0, TOKENS), m - 1)
     rows = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     w_rows, at = _places(w, rows, n, w_row, steps, sets, BITS)
-    # of 4 bits, those of rows r and r + 8 are 32 bits
-    scales = scale.to(tl.pointer_type(tl.int32)) + at // 2 if BITS == 4 else scale + at
+    scales = scale.to(tl.pointer_type(tl.int32)) + at // 2 if BITS == 4 else scale + at  # of rows r and r + 8
     upper = (at % 2 * 16).to(tl.int32)
     W_STEP: tl.constexpr = 512 if BITS == 4 else 64
     S_STEP: tl.constexpr = 8 if BITS == 4 else 1
+    DTYPE: tl.constexpr = scale.dtype.element_ty
     x_rows = x if TMA else x + token.to(tl.int64)[None, :] * (steps * 128) + tl.arange(0, 128)[:, None]
     begin, end = split * run, tl.minimum((split + 1) * run, steps)
     overlap(DEPENDENT)
@@ -254,16 +255,15 @@ def product(  # type: ignore[no-untyped-def]
             three = _later(scales + (tl.minimum(step + PAIR, end - 1) >> shift) * S_STEP, ASM and BITS == 4)
             four = _later(scales + (tl.minimum(step + 3, end - 1) >> shift) * S_STEP, ASM and BITS == 4, PAIR == 2)
             _prefetch(scales, offset + at, tl.minimum(step + AHEAD, end - 1) >> shift, S_STEP, KIND, ASM)
-        factor = _factor(one, upper, scale.dtype.element_ty, BITS)
+        factor = _factor(one, upper, DTYPE, BITS)
         total = _multiplied(total, x, x_rows, w_rows + step * W_STEP, first, step, factor, BITS, TMA, ASM)
         if PAIR == 2:
-            next_step = tl.minimum(step + 1, end - 1)
-            factor = tl.where(step + 1 < end, _factor(two, upper, scale.dtype.element_ty, BITS), 0.0)
-            total = _multiplied(total, x, x_rows, w_rows + next_step * W_STEP, first, next_step, factor, BITS, TMA, ASM)
+            last = tl.minimum(step + 1, end - 1)
+            factor = tl.where(step + 1 < end, _factor(two, upper, DTYPE, BITS), 0.0)
+            total = _multiplied(total, x, x_rows, w_rows + last * W_STEP, first, last, factor, BITS, TMA, ASM)
         if SCALES:
             one = three
             if PAIR == 2:
                 two = four
-    if KIND != 0:
-        total = _with_sums(total, sums, scale, offset, at, begin, end, m, token, shift, KIND)
+    total = _with_sums(total, sums, scale, offset, at, begin, end, m, token, shift, KIND)
     leave(total, bias, y, parts, tokens, _row(rows, n, columns, PART), m, columns, split, BIAS, CUT)

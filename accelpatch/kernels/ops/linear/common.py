@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelpatch.device import Device
-from accelpatch.kernels.arguments import FLOATS, HALVES, check_scale, require, say
+from accelpatch.kernels.arguments import FLOATS, check_scale, require, say
 from accelpatch.kernels.codebooks import E4M3, NVFP4, scale_dtype
 from accelpatch.kernels.layouts.row_major import RowMajor
 from accelpatch.kernels.spec import Blocks, Spec
-from accelpatch.kernels.triton import launch
 
 #: elements of weight dequantised at once on a CPU: 1 MiB of float32 stays in a core's cache
 CPU_BLOCK = 1 << 18
@@ -72,15 +70,6 @@ def too_large(spec: Spec) -> str | None:
     """Why a weight exceeds the 32-bit indices of the Triton kernels; None where it does not."""
     n, k = spec.sizes["N"], spec.sizes["K"]
     return None if n < 1 << 30 and k < 1 << 23 else f"N = {n} is 2^30 or more, or K = {k} 2^23 or more"
-
-
-def no_wgmma(spec: Spec, device: Device) -> str | None:
-    """Why Triton's GEMM for Hopper cannot run a spec of any layout; None where it can."""
-    if reason := too_large(spec) or launch.why_not(device, spec.dtype) or launch.no_wgmma(device):
-        return reason
-    if spec.dtype not in HALVES:
-        return f"it multiplies floats of 16 bits, not {spec.dtype}"
-    return None if spec.sizes["M"] else "x has no rows"
 
 
 def too_many_rows(spec: Spec, most: int) -> str | None:

@@ -14,9 +14,8 @@ from accelpatch.device import Device, probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import Int8Rows
-from accelpatch.kernels.layouts.tiling import TILE_VALUES
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops.linear import common, gradient
+from accelpatch.kernels.ops.linear import common, gradient, wgmma
 from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
@@ -84,25 +83,6 @@ def by_triton(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -
     return run(x, q, scale, bias)
 
 
-def wgmma_why_not(spec: Spec, device: Device) -> str | None:
-    """Why `by_wgmma` cannot run a spec: on Hopper it takes a scale a row, or for 128 times a power of two of K."""
-    k, group = spec.sizes["K"], spec.group_size or spec.sizes["K"]
-    if reason := common.no_wgmma(spec, device):
-        return reason
-    if k % TILE_VALUES:
-        return f"K = {k} is no multiple of {TILE_VALUES}"
-    steps, rest = divmod(group, TILE_VALUES)
-    fits = group == k or (not rest and steps & (steps - 1) == 0)
-    return None if fits else f"groups of {group} are not {TILE_VALUES} times a power of two"
-
-
-def by_wgmma(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The implementation `triton_wgmma`: makes floats of the codes in registers, which are wgmma's left operand."""
-    from accelpatch.kernels.triton import hopper_gemm
-
-    return hopper_gemm.int8(x, q, scale, bias)
-
-
 @operation("int8_linear")
 def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """y[..., N] = x[..., K] @ (q * scale)^T + bias.
@@ -144,7 +124,7 @@ def cases() -> list[Case]:
 
 IMPLEMENTATIONS = {
     "hip": Implementation(by_hip, why_not),
-    "triton_wgmma": Implementation(by_wgmma, wgmma_why_not),
+    "triton_wgmma": Implementation(wgmma.by_int8, wgmma.int8_why_not),
     "triton": Implementation(by_triton, triton_why_not),
     "torch": Implementation(by_torch, dispatch.anywhere),
 }

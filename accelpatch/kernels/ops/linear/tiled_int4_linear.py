@@ -24,7 +24,7 @@ from accelpatch.kernels.layouts.row_major import Int4Rows
 from accelpatch.kernels.layouts.tiled import in_order, in_tiles
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops.linear import common, gradient, int4_linear
+from accelpatch.kernels.ops.linear import common, gradient, int4_linear, wgmma
 from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
@@ -190,25 +190,6 @@ def by_triton(x: Tensor, *args: Any) -> Tensor:
     return in_order(run(x, *whole, in_tiles(bias, tiles.part)), tiles.part)
 
 
-def wgmma_why_not(spec: Spec, device: Device) -> str | None:
-    """Why `by_wgmma` cannot run a spec: it takes groups of 128 and more, on Hopper."""
-    group, k = spec.group_size, spec.sizes["K"]
-    if reason := common.no_wgmma(spec, device):
-        return reason
-    if spec.offset in CODEBOOKS:
-        return f"it has no values of {spec.offset}"
-    small = group is None or (group < TILE_VALUES and group != k)
-    return f"groups of {group} are smaller than {TILE_VALUES}" if small else None
-
-
-def by_wgmma(x: Tensor, *args: Any) -> Tensor:
-    """The implementation `triton_wgmma`: makes floats of the codes in registers, which are wgmma's left operand."""
-    from accelpatch.kernels.triton import hopper_gemm
-
-    *rest, bias = args
-    return hopper_gemm.int4(x, Tiles(*rest), bias)
-
-
 def by_torch(x: Tensor, *args: Any) -> Tensor:
     """The implementation `torch`: unpacks the tiles, and dequantises the weight in blocks of rows."""
     *rest, bias = args
@@ -303,7 +284,7 @@ def _fits(size: tuple[int, int, int, int, bool]) -> bool:
 IMPLEMENTATIONS = {
     "hip_gemm": Implementation(by_hip_gemm, gemm_why_not),
     "hip": Implementation(by_hip, why_not),
-    "triton_wgmma": Implementation(by_wgmma, wgmma_why_not),
+    "triton_wgmma": Implementation(wgmma.by_int4, wgmma.int4_why_not),
     "triton": Implementation(by_triton, triton_why_not),
     "torch": Implementation(by_torch, dispatch.anywhere),
 }
