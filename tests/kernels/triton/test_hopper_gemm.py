@@ -175,8 +175,8 @@ def test_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(launch, "_installed", lambda: True)
-    for op, most in (("int8_linear", choice.INT8_WGMMA), ("tiled_int4_linear", choice.INT4_WGMMA)):
-        for rows, taken in ((8, False), (9, True), (most, True), (most + 1, False)):
+    for op, (least, most) in (("int8_linear", choice.INT8_WGMMA), ("tiled_int4_linear", choice.INT4_WGMMA)):
+        for rows, taken in ((least - 1, False), (least, True), (most, True), (most + 1, False)):
             spec = tiled_int4_linear.of_shape(256, 1024, torch.bfloat16, 128, "none", m=rows)
             first = dispatch.order(op, replace(spec, op=op), KNOWN["sm_90"])[0]
             assert (first == NAME) == taken, (op, rows)
