@@ -43,6 +43,7 @@ TOPICS = {
     "compiled": "Time models of no known family with torch.compile and without.",
     "continuous": "Time many requests at once through generate_batch.",
     "serve": "Load a server with many users, beside transformers' own server.",
+    "rows": "Time linear layers by their rows, every format beside torch's own.",
     "cpu": "Time this CPU through generate(), beside llama.cpp.",
 }
 

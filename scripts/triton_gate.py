@@ -3,9 +3,9 @@
     python scripts/triton_gate.py
 
 Kernels that begin while the one before them ends are compiled for sm_90 too: they wait before they touch memory. So are
-products of 8-bit floats and attention: they run on its matrix unit, attention's without waiting for each other. Needs
-Triton (any build of it compiles for all). `make gate` runs this. It says nothing about speed or right results: the
-numbers are tested through Triton's interpreter and on GPUs.
+products of 8-bit floats, of int8 and int4 weights, and attention: they run on its matrix unit, the latter two without
+waiting for each other. Needs Triton (any build of it compiles for all). `make gate` runs this. It says nothing about
+speed or right results: the numbers are tested through Triton's interpreter and on GPUs.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from gates.blocks import kernels_of_blocks
 from gates.builds import ARCHS, Build, compiled, impatient, no_matrix_unit, slow_on_hopper
 from gates.decode_attention import TYPES, kernels_of_decode_attention
 from gates.experts import kernels_of_experts
+from gates.hopper_gemm import kernels_of_hopper_gemm
 from gates.rows import NORM, kernels_of_rows
 
 from accelpatch.errors import CompileError
@@ -257,7 +258,7 @@ def checks() -> Iterator[Check]:
             yield "sm_90", name, partial(impatient, build)
         if "*fp8e4nv" in build.types and "TILE_K" in build.constants:
             yield "sm_90", name, partial(no_matrix_unit, build)
-    for name, given in kernels_of_attention("sm_90", (PROMPT,)).items():
+    for name, given in (kernels_of_attention("sm_90", (PROMPT,)) | kernels_of_hopper_gemm()).items():
         yield "sm_90", name, partial(slow_on_hopper, Build(*given))
 
 

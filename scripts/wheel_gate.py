@@ -25,10 +25,10 @@ from torch.nn import functional
 from accelpatch.kernels.check import parity
 from accelpatch.kernels.codebooks import table
 from accelpatch.kernels.compiling import libraries
+from accelpatch.kernels.cpu import linear
 from accelpatch.kernels.cpu.native_library import ACTIVATIONS, DTYPES, ISAS, OFFSETS
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
-from accelpatch.kernels.ops.linear import packed_linear
 from tests.support import packs
 
 QEMU = ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")
@@ -122,7 +122,7 @@ def products(calls: Calls) -> None:
         calls.call("linear", *words_of(pack, calls, data, held), calls.given(x), m, y, DTYPES[dtype])
         if dtype == torch.float32:
             packing(calls, name, format_, q, scale, offset, pack)
-        if dtype == torch.float32 and m >= packed_linear.PANELS["portable"]:
+        if dtype == torch.float32 and m >= linear.PANELS["portable"]:
             y = calls.result(f"{name} by panels", x.new_empty(m, n), by_rule("packed_linear", args))
             calls.call("panels", *words_of(pack, calls, data, held), calls.given(x), m, y)
 

@@ -13,10 +13,9 @@ from torch.nn import functional
 from accelpatch.fusion.native_model import NativeModel
 from accelpatch.kernels.cpu import linear as cpu_linear
 from accelpatch.kernels.cpu.decode_step import LayerWeights, NormWeight
-from accelpatch.kernels.cpu.native_library import ACTIVATIONS, DENSE, PLAIN, W8A8, check, isa, native, pointer, threads
+from accelpatch.kernels.cpu.native_library import ACTIVATIONS, DENSE, PLAIN, check, native, pointer, threads
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.ops.attention.paged_attention import by_cpu
-from accelpatch.kernels.ops.linear.packed_linear import PANELS
 from accelpatch.modules.paged_cache import PagedCache
 
 Tables = list[tuple[Tensor, Tensor]]  # cosines and sines [T, D / 2] of each kind of rotary frequencies
@@ -70,8 +69,7 @@ def _added(norm: NormWeight | None, y: Tensor, x: Tensor) -> tuple[Tensor, Tenso
 def _linear(x: Tensor, pack: Pack) -> Tensor:
     if pack.kind == DENSE:
         return functional.linear(x, pack.data, pack.bias)
-    many = pack.kind != W8A8 and len(x) >= PANELS.get(isa(), PANELS["portable"])
-    return (cpu_linear.by_panels if many else cpu_linear.linear)(x, pack)
+    return cpu_linear.product(x, pack)
 
 
 def _normed(norm: NormWeight | None, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:

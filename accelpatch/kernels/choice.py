@@ -82,6 +82,7 @@ def _within(size: int, bound: Range) -> bool:
 
 
 LEAST_EXPERTS = 8  # below so many, chosen pairs are few as well
+INT8_WGMMA, INT4_WGMMA = (9, 512), (17, 256)  # rows for which Triton makes floats of codes in registers on Hopper
 STREAMED = 64  # rows up to which Triton reads a weight of 8 bits as a GEMV does; it has no gate inside then
 WRITTEN_OUT = 65  # rows from which on a 4-bit weight is written out for torch's GEMM
 
@@ -111,12 +112,14 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
     ),
     "int8_linear": (
         Row(("hip", "triton", "torch"), rows=(0, 8), note=ONE_PASS),
+        Row(("triton_wgmma", "triton", "hip", "torch"), "wgmma", HALVES, INT8_WGMMA, note=H200),
         Row(("triton", "hip", "torch"), note=H200),
     ),
     "int3_linear": PLAIN,
     "int4_linear": PLAIN,  # row by row as on disk and on CPUs; GPUs hold tiles, the next row
     "tiled_int4_linear": (
         Row(("hip", "triton", "torch"), rows=(0, 8), note=ONE_PASS),
+        Row(("triton_wgmma", "hip_gemm", "triton", "hip", "torch"), "wgmma", HALVES, INT4_WGMMA, note=H200),
         Row(("hip_gemm", "triton", "hip", "torch"), note=H200),
     ),
     "compact_linear": (
@@ -211,6 +214,7 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
     "adapted_linear": (Row(("hip", "operations")),),
     "large_m_linear": (  # with a gate; without one, a weight that is written out
         Row(("triton", "operations"), **_FLOAT_GEMM, options={"weight": ("float_linear",), "many": (False,)}),
+        Row(("operations",), "wgmma", HALVES, INT4_WGMMA, options={"weight": ("tiled_int4_linear",)}, note=H200),
         Row(("hip_gemm", "operations"), rows=(9, 64), options={"weight": ("tiled_int4_linear",)}, note=H200),
         Row(("triton", "operations"), rows=(STREAMED + 1, None), options={"weight": ("w8a8_linear",)}, note=HOPPER),
         Row(("triton", "operations"), rows=(WRITTEN_OUT, None), options={"many": (True,)}, note=H200),

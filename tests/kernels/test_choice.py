@@ -140,7 +140,7 @@ GATED: dict[str, tuple[Names, Names]] = {
     "plain": (rows("operations", TRITON, TRITON, "operations"), APART),
     "int8": (APART, APART),
     "compact": (APART, APART),
-    "int4": (rows("operations", HIP_GEMM, HIP_GEMM, "operations"), APART),
+    "int4": (("operations", "operations", HIP_GEMM, *["operations"] * 5), APART),
     "int4-not-interleaved": (APART, APART),
 }
 
@@ -267,9 +267,9 @@ def test_the_table_of_a_plan() -> None:
     int8, tiled = CALLS["int8_linear"], CALLS["tiled_int4_linear"]
     text = who_runs.table([int8, int8, tiled, CALLS["flash_attention"]], KNOWN["sm_90"]).splitlines()
     assert text[0] == "which implementation runs for how many rows, on NVIDIA H200 (sm_90):"
-    assert "  int8_linear  1-8 hip  9- triton" in text
-    assert "  tiled_int4_linear  1-8 hip  9-64 hip_gemm  65- triton" in text
-    assert "    65- not hip_gemm: 65 rows are more than the 64 that it takes" in text
+    assert "  int8_linear  1-8 hip  9-512 triton_wgmma  513- triton" in text
+    assert "  tiled_int4_linear  1-8 hip  9-16 hip_gemm  17-256 triton_wgmma  257- triton" in text
+    assert "    257- not hip_gemm: 257 rows are more than the 64 that it takes" in text
     assert any(line.startswith("  flash_attention  1-127 sdpa  128-2047 triton  2048- sdpa_cudnn") for line in text)
     assert sum("int8_linear" in line for line in text) == 1
     wide = replace(int8, dtype=torch.float32)

@@ -37,3 +37,4 @@ def _anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes tensors of the CPU. For each test of a file that imports this."""
     if INTERPRETED:
         monkeypatch.setattr(launch, "why_not", lambda device, *dtypes: None)
+        monkeypatch.setattr(launch, "no_wgmma", lambda device: None)

@@ -8,18 +8,46 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.cpu.native_library import DTYPES, PLAIN, check, native, pointer, threads
+from accelpatch.kernels.cpu.native_library import DTYPES, INT4, INT8, PLAIN, W8A8, check, isa, native, pointer, threads
 from accelpatch.kernels.layouts.cpu_pack import Pack
 
+#: code path -> rows of x from which `by_panels` is faster than `linear` (VNNI stays faster for longer)
+PANELS = {"avx512": 64, "avx2": 16, "portable": 16}
+CACHED = 1 << 21  # values of an int8 or int4 weight that a core's cache holds; larger ones come from memory
+CACHED_PANELS = 32  # VNNI: rows of x from which panels are faster for a weight that the cache holds. For larger ones
+CHUNK = 64  # they never are where `linear` runs in chunks of so many rows of x, which the cache then holds
 
-def linear(x: Tensor, pack: Pack) -> Tensor:
-    """y[..., N] = x[..., K] @ weight^T + bias in x's dtype (float32, bfloat16 or float16). x may have any strides."""
+
+def product(x: Tensor, pack: Pack) -> Tensor:
+    """y[..., N] = x[..., K] @ weight^T + bias by whichever of `linear` and `by_panels` is faster, measured on Zen 4.
+
+    A row's result depends on the number of rows, and on no other row.
+    """
+    rows, path = x.shape[:-1].numel(), isa()
+    if path == "avx512" and pack.kind in (INT8, INT4):
+        if pack.n * pack.k > CACHED:
+            return linear(x, pack, CHUNK)
+        return (by_panels if rows >= CACHED_PANELS else linear)(x, pack)
+    many = pack.kind != W8A8 and rows >= PANELS.get(path, PANELS["portable"])
+    return (by_panels if many else linear)(x, pack)
+
+
+def linear(x: Tensor, pack: Pack, chunk: int = 0) -> Tensor:
+    """y[..., N] = x[..., K] @ weight^T + bias in x's dtype (float32, bfloat16 or float16). x may have any strides.
+
+    chunk: rows of x that meet the whole weight together; 0: all.
+    """
     rows, stride = _rows(x, pack)
-    y, struct = torch.empty(*x.shape[:-1], pack.n, dtype=x.dtype, device="cpu"), pack.struct()
-    status = native().ap_linear_run(
-        byref(struct), pointer(rows), rows.shape[0], stride, pointer(y), pack.n, DTYPES[x.dtype], threads()
-    )
-    check(status, f"x of shape {list(x.shape)}")
+    y, struct, count = torch.empty(*x.shape[:-1], pack.n, dtype=x.dtype, device="cpu"), pack.struct(), rows.shape[0]
+    if 0 < chunk < count:
+        parts = zip(rows.split(chunk), y.view(count, pack.n).split(chunk), strict=True)
+    else:
+        parts = zip((rows,), (y,), strict=True)
+    for given, out in parts:
+        status = native().ap_linear_run(
+            byref(struct), pointer(given), given.shape[0], stride, pointer(out), pack.n, DTYPES[x.dtype], threads()
+        )
+        check(status, f"x of shape {list(x.shape)}")
     return y
 
 

@@ -31,6 +31,12 @@ def why_not(device: Device, *dtypes: torch.dtype) -> str | None:
     return f"no Triton kernel for {wide[0]}" if wide else None
 
 
+def no_wgmma(device: Device) -> str | None:
+    """Why a kernel for Hopper's matrix unit cannot run on `device`; None where it can."""
+    matrix = None if device.facts is None else device.facts.matrix
+    return None if matrix == "wgmma" else f"it is for Hopper's matrix unit, which {device.arch} has not"
+
+
 def on(tensor: Tensor) -> AbstractContextManager[object]:
     """Context manager: Triton launches go to the tensor's device. On AMD an aborting compiler is a CompileError."""
     place = on_device(tensor)

@@ -24,7 +24,7 @@ def test_everything_passes_and_is_covered() -> None:
     records = selftest.run("cpu")
     assert [record for record in records if record.ok is False] == []
     left_out = {(record.implementation, bool(record.reason)) for record in records if record.ok is None}
-    of_gpus = {(name, True) for name in ("ck", "hip", "hip_gemm", "hip_unpack", "scaled_mm", "triton")}
+    of_gpus = {(name, True) for name in ("ck", "hip", "hip_gemm", "hip_unpack", "scaled_mm", "triton", "triton_wgmma")}
     of_gpus |= {(name, True) for name in ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")}
     of_packages = {(name, True) for name in attention_packages.IMPLEMENTATIONS}
     some = {("int_mm", True), ("sdpa", True), ("cpu", True)}

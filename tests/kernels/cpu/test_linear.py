@@ -214,7 +214,30 @@ def test_both_products_of_many_rows_give_the_same_numbers(kind: str, monkeypatch
     pack = Pack.of(weight)
     results = []
     for rows in (1 << 40, 1):
-        monkeypatch.setitem(packed_linear.PANELS, native_library.isa(), rows)
+        monkeypatch.setitem(linear.PANELS, native_library.isa(), rows)
+        monkeypatch.setattr(linear, "CACHED_PANELS", rows)
         results.append(packed_linear.packed_linear(x, *pack.arguments(), bias))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
     assert not torch.equal(*results)  # they are two products
+
+
+@pytest.mark.parametrize("m", [1, 63, 64, 65, 130])
+def test_rows_in_chunks_give_the_same_bits(m: int) -> None:
+    generator = torch.Generator().manual_seed(m)
+    w, x = (torch.randn(size, generator=generator) for size in ((70, 128), (m, 2, 128)))
+    pack = Pack.of(int8.quantize(w, group_size=64))
+    assert torch.equal(linear.linear(x, pack, linear.CHUNK), linear.linear(x, pack))
+
+
+def test_a_weight_that_no_cache_holds_is_read_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VNNI takes any number of its rows in chunks; a smaller weight's meet panels from some number on."""
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(linear, "isa", lambda: "avx512")
+    monkeypatch.setattr(linear, "linear", lambda x, pack, chunk=0: calls.append(("linear", chunk)))
+    monkeypatch.setattr(linear, "by_panels", lambda x, pack: calls.append(("panels", 0)))
+    pack = Pack.of(int8.quantize(torch.randn(70, 128), group_size=64))
+    for most in (linear.CACHED, 70 * 128 - 1):
+        monkeypatch.setattr(linear, "CACHED", most)
+        for rows in (31, 32, 600):
+            linear.product(torch.empty(rows, 128), pack)
+    assert calls == [("linear", 0), ("panels", 0), ("panels", 0), *[("linear", linear.CHUNK)] * 3]

@@ -22,7 +22,7 @@ from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops.experts import cases as expert_cases
 from accelpatch.kernels.ops.experts import experts, gradient
 from accelpatch.kernels.ops.experts import reference as expert_reference
-from accelpatch.kernels.ops.linear.packed_linear import NARROW, PANELS
+from accelpatch.kernels.ops.linear.packed_linear import NARROW
 from accelpatch.kernels.spec import Case, Implementation, Kernel, Spec
 
 OP = "packed_experts"
@@ -83,11 +83,10 @@ def _why_not(spec: Spec, device: Device) -> str | None:
 
 def _cpu(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:
     (up, down), gate = _packs(given), given[2 * SIZE :]
-    most = PANELS.get(native_library.isa(), PANELS["portable"])
 
     def expert(number: int, rows: Tensor) -> Tensor:
-        linear = cpu_linear.by_panels if len(rows) >= most else cpu_linear.linear
-        return linear(experts.gated(linear(rows, up.of(number)), *gate), down.of(number))
+        inner = experts.gated(cpu_linear.product(rows, up.of(number)), *gate)
+        return cpu_linear.product(inner, down.of(number))
 
     return experts.by_expert(x, ids, weights, len(up.data), expert)
 

@@ -15,7 +15,7 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import Int8Rows
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops.linear import common, gradient
+from accelpatch.kernels.ops.linear import common, gradient, wgmma
 from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
@@ -124,6 +124,7 @@ def cases() -> list[Case]:
 
 IMPLEMENTATIONS = {
     "hip": Implementation(by_hip, why_not),
+    "triton_wgmma": Implementation(wgmma.by_int8, wgmma.int8_why_not),
     "triton": Implementation(by_triton, triton_why_not),
     "torch": Implementation(by_torch, dispatch.anywhere),
 }

@@ -39,8 +39,6 @@ from accelpatch.kernels.ops.linear import (
 from accelpatch.kernels.ops.linear.packed_cases import cases, embedding_cases
 from accelpatch.kernels.spec import Blocks, Implementation, Kernel, Spec
 
-#: code path -> rows of x from which dequantising is faster (VNNI's integer GEMM stays faster for longer)
-PANELS = {"avx512": 64, "avx2": 16, "portable": 16}
 #: canonical layout -> its weight and bias as floats, of (dtype, *arguments, bias)
 DECODERS: Mapping[type, Callable[..., tuple[Tensor, Tensor | None]]] = {
     Plain: float_linear.dense, Int8Rows: int8_linear.dense, Int4Rows: int4_linear.dense, Int3Rows: int3_linear.dense,
@@ -113,9 +111,7 @@ def _why_not(spec: Spec, device: Device) -> str | None:
 
 
 def _cpu(x: Tensor, *packed: Any) -> Tensor:
-    pack = Pack.of_arguments(*packed)
-    many = x.numel() // pack.k >= PANELS.get(native_library.isa(), PANELS["portable"])
-    return (cpu_linear.by_panels if many else cpu_linear.linear)(x, pack)
+    return cpu_linear.product(x, Pack.of_arguments(*packed))
 
 
 def _torch(x: Tensor, *packed: Any) -> Tensor:

@@ -24,7 +24,7 @@ from accelpatch.kernels.layouts.row_major import Int4Rows
 from accelpatch.kernels.layouts.tiled import in_order, in_tiles
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops.linear import common, gradient, int4_linear
+from accelpatch.kernels.ops.linear import common, gradient, int4_linear, wgmma
 from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
@@ -284,6 +284,7 @@ def _fits(size: tuple[int, int, int, int, bool]) -> bool:
 IMPLEMENTATIONS = {
     "hip_gemm": Implementation(by_hip_gemm, gemm_why_not),
     "hip": Implementation(by_hip, why_not),
+    "triton_wgmma": Implementation(wgmma.by_int4, wgmma.int4_why_not),
     "triton": Implementation(by_triton, triton_why_not),
     "torch": Implementation(by_torch, dispatch.anywhere),
 }

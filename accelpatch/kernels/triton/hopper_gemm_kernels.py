@@ -1,0 +1,269 @@
+"""GEMMs of some rows of x with int8 and int4 weights on Hopper's matrix unit: the kernels of hopper_gemm.py.
+
+The weight's rows are the M dimension of wgmma, whose left operand lies in registers: a program loads codes as int16,
+makes floats of code - 8 (or of int8's value) of them, two in an instruction, and multiplies them as they lie. In their
+order of K, which is that of bits in a word, x was written first (`spread`); it comes by TMA. A scale multiplies sums
+of its 128 values in float32, not each weight, and what is added to each weight of a group multiplies the sum of the
+group's x. K is split where there are too few blocks for the GPU, and a second kernel adds the splits in a fixed order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from accelpatch.kernels.triton.dependent_launch import overlap
+from accelpatch.kernels.triton.gemm import leave
+
+#: 0x4300 and a code of 4 bits, whose top bit is turned over, are 128 + code in bfloat16; 0x6400, 1024 + code in float16
+_FOUR = tl.constexpr("""{
+    .reg .b32 a, b, c, d, e, f, g, h;
+    mov.b32 h, 0x43084308;
+    shr.u32 a, $4, 4;
+    shr.u32 b, $4, 8;
+    shr.u32 c, $4, 12;
+    lop3.b32 d, $4, 0x000f000f, h, 0x6a;
+    lop3.b32 e, a, 0x000f000f, h, 0x6a;
+    lop3.b32 f, b, 0x000f000f, h, 0x6a;
+    lop3.b32 g, c, 0x000f000f, h, 0x6a;
+    sub.bf16x2 $0, d, h;
+    sub.bf16x2 $1, e, h;
+    sub.bf16x2 $2, f, h;
+    sub.bf16x2 $3, g, h;
+}""")
+_FOUR_HALF = tl.constexpr(_FOUR.value.replace("bf16", "f16").replace("0x4308", "0x6408").replace("4308;", "6408;"))
+#: 7 bits and 128, less 128 or, where the sign is set, 256
+_EIGHT = tl.constexpr("""{
+    .reg .b32 a, b, c, d, e, h;
+    mov.b32 h, 0x43004300;
+    shr.u32 a, $2, 8;
+    lop3.b32 b, $2, 0x007f007f, h, 0xea;
+    lop3.b32 c, $2, 0x00800080, h, 0xea;
+    lop3.b32 d, a, 0x007f007f, h, 0xea;
+    lop3.b32 e, a, 0x00800080, h, 0xea;
+    sub.bf16x2 $0, b, c;
+    sub.bf16x2 $1, d, e;
+}""")
+_EIGHT_HALF = tl.constexpr("""{
+    .reg .b32 a, b, c, h;
+    mov.b32 h, 0x64806480;
+    shr.u32 a, $2, 8;
+    lop3.b32 b, $2, 0x00ff00ff, h, 0x6a;
+    lop3.b32 c, a, 0x00ff00ff, h, 0x6a;
+    sub.f16x2 $0, b, h;
+    sub.f16x2 $1, c, h;
+}""")
+
+
+AHEAD = tl.constexpr(8)  # steps that a scale is in L2 before it is multiplied
+
+
+@triton.jit
+def _column(place, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The column of x, of the 128 of a step, that meets each place of a step's weights."""
+    if BITS == 8:
+        column = place % 64 * 2 + place // 64
+    else:
+        word = place % 32 // 2
+        column = 32 * (word % 4) + 8 * (word // 4) + place // 32 * 2 + place % 2
+    return column
+
+
+@triton.jit(do_not_specialize=["steps"])
+def spread(  # type: ignore[no-untyped-def]
+    x,
+    out,
+    sums,
+    k,
+    x_stride,
+    steps,
+    BITS: tl.constexpr,
+    SUMS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Reorder x[m, k] to out[m, steps, 128], with zeros beyond the end of a row; and sums[steps, m] of a step's x."""
+    overlap(DEPENDENT)
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, 128)
+    step = tl.program_id(1) * STEPS + tl.arange(0, STEPS)
+    columns = step[:, None] * 128 + _column(place, BITS)[None, :]
+    values = tl.load(x + row * x_stride + columns, mask=columns < k, other=0.0)
+    held = (step < steps)[:, None] & (place >= 0)[None, :]
+    tl.store(out + (row * steps + step[:, None]) * 128 + place[None, :], values, mask=held)
+    if SUMS:
+        tl.store(sums + step * tl.num_programs(0) + row, tl.sum(values.to(tl.float32), 1), mask=step < steps)
+
+
+@triton.jit
+def _eight(w, FLOAT: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pairs of int8 as int16 [R, 64] -> FLOAT [R, 128]."""
+    if ASM and tl.float16 == FLOAT:
+        even, odd = tl.inline_asm_elementwise(_EIGHT_HALF, "=r,=r,r", [w], (tl.float16, tl.float16), True, 2)
+    elif ASM:
+        even, odd = tl.inline_asm_elementwise(_EIGHT, "=r,=r,r", [w], (tl.bfloat16, tl.bfloat16), True, 2)
+    else:
+        even, odd = w.to(tl.int8, bitcast=False).to(FLOAT), (w >> 8).to(FLOAT)
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), [w.shape[0], 128])
+
+
+@triton.jit
+def _four(w, FLOAT: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Words of tiles as int16 [R, 32] -> FLOAT [R, 128] of code - 8."""
+    if ASM and tl.float16 == FLOAT:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _FOUR_HALF, "=r,=r,=r,=r,r", [w], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
+        )
+    elif ASM:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _FOUR, "=r,=r,=r,=r,r", [w], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2
+        )
+    else:
+        a, b = (((w & 15) ^ 8) - 8).to(FLOAT), ((((w >> 4) & 15) ^ 8) - 8).to(FLOAT)
+        c, d = ((((w >> 8) & 15) ^ 8) - 8).to(FLOAT), ((((w >> 12) & 15) ^ 8) - 8).to(FLOAT)
+    return tl.reshape(tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1)), [w.shape[0], 128])
+
+
+@triton.jit
+def _weights(w, FLOAT: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int16 [R, 8 * BITS] of a step's codes -> FLOAT [R, 128]: int8's values, or 4-bit codes less 8."""
+    return _eight(w, FLOAT, ASM) if BITS == 8 else _four(w, FLOAT, ASM)
+
+
+@triton.jit
+def _row(row, n, columns, PART: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The column of y of each of n rows in tiles; `columns`, where there is none. PART: see tiled.py."""
+    if PART > 0:
+        second = row % 16 // 8
+        column = row // 16 * 8 + row % 8
+        if PART == 1:
+            found = tl.where(row < n, column + second * (n // 2), columns)
+        else:
+            found = tl.where((row < n) & (second == PART - 2), column, columns)
+    else:
+        found = row
+    return found
+
+
+@triton.jit
+def _later(pointers, ASM: tl.constexpr, WANTED: tl.constexpr = True):  # type: ignore[no-untyped-def]
+    """Load 32 bits, or nothing. ASM: at this place; else the compiler moves it behind the products."""
+    if not WANTED:
+        found = 0
+    elif ASM:
+        found = tl.inline_asm_elementwise(
+            "ld.global.b32 $0, [$1];", "=r,l", [pointers.to(tl.int64)], tl.int32, False, 1
+        )
+    else:
+        found = tl.load(pointers)
+    return found
+
+
+@triton.jit
+def _ask(pointers):  # type: ignore[no-untyped-def]
+    """Ask for lines of memory in L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, False, 1
+    )
+
+
+@triton.jit
+def _prefetch(scales, offsets, place, S_STEP: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Ask for scales, and for what lies beside them."""
+    if ASM:
+        _ask(scales + place * S_STEP)
+        if KIND != 0:
+            _ask(offsets + place * (2 * S_STEP))
+
+
+@triton.jit
+def _factor(held, upper, FLOAT: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scales, float32; of 4 bits from pairs of 16 bits."""
+    if BITS == 4:
+        held = (held >> upper).to(tl.int16).to(FLOAT, bitcast=True)
+    return held.to(tl.float32)
+
+
+@triton.jit
+def _added(scale, offset, place, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What is added to each weight of a group, beside (code - 8) * scale."""
+    factor, beside = tl.load(scale + place).to(tl.float32), tl.load(offset + place).to(tl.float32)
+    return (8.0 - beside) * factor if KIND == 1 else 8.0 * factor + beside
+
+
+@triton.jit
+def _places(w, rows, n, w_row, steps, sets, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of rows, or the last one there is: addresses of their first codes, and places of their first scales."""
+    if BITS == 4:
+        held = tl.minimum(rows, (n + 15) // 16 * 16 - 1)
+        first = w + (held // 16 * steps * 512 + held % 16 * 32)[:, None] + tl.arange(0, 32)[None, :]
+        at = (held // 16 * sets * 8 + held % 8) * 2 + held % 16 // 8
+    else:
+        held = tl.minimum(rows, n - 1)
+        first = w + held[:, None] * w_row + tl.arange(0, 64)[None, :]
+        at = held * sets
+    return first, at
+
+
+@triton.jit
+def _multiplied(  # type: ignore[no-untyped-def]
+    total, x, x_rows, w_rows, first, step, factor,
+    BITS: tl.constexpr, TMA: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """total + a step's products times the rows' scales. w_rows: the step's codes."""
+    given = tl.trans(x.load([first, step * 128])) if TMA else tl.load(x_rows + step * 128)
+    found = tl.dot(_weights(tl.load(w_rows), given.dtype, BITS, ASM), given)
+    return total + found * factor[:, None]
+
+
+@triton.jit
+def _with_sums(total, sums, scale, offset, at, begin, end, m, token, shift, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """total + what is added to each weight of a group, times the sum of the group's x."""
+    if KIND != 0:
+        for start in tl.range(begin, end, 16, num_stages=1):
+            of = start + tl.arange(0, 16)
+            place = at[:, None] + (tl.minimum(of, end - 1) >> shift)[None, :] * 16
+            given = tl.load(sums + of[:, None] * m + token[None, :], mask=(of < end)[:, None], other=0.0)
+            total = tl.dot(_added(scale, offset, place, KIND), given, total, input_precision="tf32x3")
+    return total
+
+
+@triton.jit(do_not_specialize=["m", "run", "steps", "sets", "shift"])
+def product(  # type: ignore[no-untyped-def]
+    x, sums, w, scale, offset, bias, y, parts, m, n, columns, w_row, run, steps, sets, shift,
+    BITS: tl.constexpr, KIND: tl.constexpr, PART: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
+    CUT: tl.constexpr, TMA: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, PAIR: tl.constexpr,
+):  # fmt: skip
+    split, across = tl.program_id(1), tl.cdiv(m, TOKENS)
+    first = tl.program_id(0) % across * TOKENS  # those that share rows run together
+    tokens, token = first + tl.arange(0, TOKENS), tl.minimum(first + tl.arange(0, TOKENS), m - 1)
+    rows = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    w_rows, at = _places(w, rows, n, w_row, steps, sets, BITS)
+    scales = scale.to(tl.pointer_type(tl.int32)) + at // 2 if BITS == 4 else scale + at  # of rows r and r + 8
+    upper = (at % 2 * 16).to(tl.int32)
+    W_STEP: tl.constexpr = 512 if BITS == 4 else 64
+    S_STEP: tl.constexpr = 8 if BITS == 4 else 1
+    DTYPE: tl.constexpr = scale.dtype.element_ty
+    x_rows = x if TMA else x + token.to(tl.int64)[None, :] * (steps * 128) + tl.arange(0, 128)[:, None]
+    begin, end = split * run, tl.minimum((split + 1) * run, steps)
+    overlap(DEPENDENT)
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    one = tl.load(scales + (begin >> shift) * S_STEP)
+    two = tl.load(scales + (tl.minimum(begin + 1, end - 1) >> shift) * S_STEP)
+    for step in tl.range(begin, end, PAIR):
+        if SCALES:  # those of the next steps are on their way while these multiply
+            three = _later(scales + (tl.minimum(step + PAIR, end - 1) >> shift) * S_STEP, ASM and BITS == 4)
+            four = _later(scales + (tl.minimum(step + 3, end - 1) >> shift) * S_STEP, ASM and BITS == 4, PAIR == 2)
+            _prefetch(scales, offset + at, tl.minimum(step + AHEAD, end - 1) >> shift, S_STEP, KIND, ASM)
+        factor = _factor(one, upper, DTYPE, BITS)
+        total = _multiplied(total, x, x_rows, w_rows + step * W_STEP, first, step, factor, BITS, TMA, ASM)
+        if PAIR == 2:
+            last = tl.minimum(step + 1, end - 1)
+            factor = tl.where(step + 1 < end, _factor(two, upper, DTYPE, BITS), 0.0)
+            total = _multiplied(total, x, x_rows, w_rows + last * W_STEP, first, last, factor, BITS, TMA, ASM)
+        if SCALES:
+            one = three
+            if PAIR == 2:
+                two = four
+    total = _with_sums(total, sums, scale, offset, at, begin, end, m, token, shift, KIND)
+    leave(total, bias, y, parts, tokens, _row(rows, n, columns, PART), m, columns, split, BIAS, CUT)
