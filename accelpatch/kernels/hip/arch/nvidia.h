@@ -76,11 +76,6 @@ DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {  // of fp16
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
-DEVICE uint32_t pair_fma_bf16(uint32_t a, uint32_t b, uint32_t c) {
-    uint32_t d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
 DEVICE uint32_t pair_max(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }  // of two halves each, unsigned
 // Of a word, and more.
 template <bool SIGNED> DEVICE int sum_of_bytes(uint32_t bytes, int more) {
@@ -152,6 +147,12 @@ DEVICE void multiply_bytes(
         asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
             : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// 16 rows by 16 of K, signed bytes, times 16 by 8 columns of bytes without a sign.
+DEVICE void multiply_bytes(int* c, uint32_t a0, uint32_t a1, uint32_t b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a0), "r"(a1), "r"(b));
 }
 // Four matrices of 8 by 8 halves, transposed on their way from shared memory: a row of eight a lane.
 DEVICE void load_transposed(uint32_t* v, const Words4* row) {
