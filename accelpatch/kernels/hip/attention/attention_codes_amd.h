@@ -14,13 +14,16 @@ template <class CODES> DEVICE Words4 expanded(uint32_t low, uint32_t high) {
 
 template <class T, class CODES, int WIDE, bool SOLE>
 struct KeyProducts<Coded<T, CODES>, WIDE, SOLE> : CacheTile<Coded<T, CODES>> {
-    // Sixteen columns.
-    DEVICE void add(const Words4* query, int chunk, const Words4* k) {
+    struct Query {
+        Words4 first, second;  // eight columns, and eight
+    };
+    static DEVICE Query query(const Words4* from, int chunk) { return {from[2 * chunk], from[2 * chunk + 1]}; }
+    DEVICE void add(const Query& q, const Words4* k) {
         Words4 v[ROWS_PER_LANE];
         for (int h = 0; h < ROWS_PER_LANE; ++h) v[h] = expanded<CODES>(k[h].x, k[h].y);
-        this->add_keys(query[2 * chunk], v);
+        this->add_keys(q.first, v);
         for (int h = 0; h < ROWS_PER_LANE; ++h) v[h] = expanded<CODES>(k[h].z, k[h].w);
-        this->add_keys(query[2 * chunk + 1], v);
+        this->add_keys(q.second, v);
     }
 };
 
@@ -30,8 +33,7 @@ template <class T, class CODES, int SETS, bool SOLE> struct ValueProducts<Coded<
     using Weights = typename Tile::Weights;
     using Sums = float[SETS][Tile::PARTS][4];
     Sums& sums;
-    DEVICE explicit ValueProducts(Sums& sums)
-        : sums(sums) {
+    DEVICE explicit ValueProducts(Sums& sums) : sums(sums) {
         for (auto& set : sums)
             for (auto& part : set)
                 for (float& v : part) v = 0.f;

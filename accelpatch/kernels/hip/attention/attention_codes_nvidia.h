@@ -1,11 +1,11 @@
-// Products with codes, as NVIDIA's matrix units take them. Bytes go to integer products as they are: queries and weights
-// are 16-bit integers, in two limbs, and sums are exact. 8-bit floats become fp16, times queries and weights in fp16.
-// Both kinds are relative to a query's largest number, and to the largest weight of a warp's tiles. Part of
+// Products with codes, as NVIDIA's matrix units take them. Bytes go to integer products as they are: queries and
+// weights are 16-bit integers, in two limbs, and sums are exact. 8-bit floats become fp16, times queries and weights in
+// fp16. Both kinds are relative to a query's largest number, and to the largest weight of a warp's tiles. Part of
 // attention_products.h.
 #pragma once
 
-// Two neighbouring codes are read across as one 16-bit number: of sixteen columns a lane has an even one and the odd one
-// behind it.
+// Two neighbouring codes are read across as one 16-bit number: of sixteen columns a lane has an even one and the odd
+// one behind it.
 template <class T, class CODES> struct CacheTile<Coded<T, CODES>> : AttentionTile<Coded<T, CODES>> {
     static DEVICE int cell_column(int part, int i) { return part * 16 + 2 * (lane_id() >> 2) + (i >> 1); }
     // Chunks `chunk` and the one behind it, of sixteen columns of all slots: of the first slots 0 to 7 and 8 to 15 in
@@ -19,8 +19,8 @@ template <class T, class CODES> struct CacheTile<Coded<T, CODES>> : AttentionTil
 };
 DEVICE float larger_or_nan(float v, float w) { return v > w || v != v ? v : w; }
 
-// The largest weight of each of a lane's queries, and what makes it LARGEST: no weight is negative. Weights below 2^-100
-// of it need not be seen; what is not finite gives a largest weight that is not.
+// The largest weight of each of a lane's queries, and what makes it LARGEST: no weight is negative. Weights below
+// 2^-100 of it need not be seen; what is not finite gives a largest weight that is not.
 template <class T, int OWN> struct LargestWeight {
     using Tile = CacheTile<T>;
     float largest[OWN], inverse[OWN];
@@ -56,17 +56,21 @@ struct KeyProducts<Coded<T, Int8Codes>, WIDE, SOLE> : CacheTile<Coded<T, Int8Cod
     DEVICE void zero() {
         for (int i = 0; i < 4; ++i) first[i] = second[i] = 0;
     }
-    DEVICE void add(const Words4* query, int chunk, const Words4* k) {
-        if constexpr (SOLE) {
-            const Words4 q = query[(lane_id() >> 2 & 1) * (WIDE / 16) + chunk];
-            multiply_bytes(first, k[0].x, k[1].x, k[0].y, k[1].y, q.x, q.y, true);
-            multiply_bytes(second, k[0].z, k[1].z, k[0].w, k[1].w, q.z, q.w, true);
-        } else {
-            const Words4 high = query[chunk], low = query[WIDE / 16 + chunk];
-            multiply_bytes(first, k[0].x, k[1].x, k[0].y, k[1].y, high.x, high.y, true);
-            multiply_bytes(second, k[0].x, k[1].x, k[0].y, k[1].y, low.x, low.y, true);
-            multiply_bytes(first, k[0].z, k[1].z, k[0].w, k[1].w, high.z, high.w, true);
-            multiply_bytes(second, k[0].z, k[1].z, k[0].w, k[1].w, low.z, low.w, true);
+    struct Query {
+        Words4 limbs[SOLE ? 1 : 2];
+    };
+    static DEVICE Query query(const Words4* from, int chunk) {
+        if constexpr (SOLE) return {{from[(lane_id() >> 2 & 1) * (WIDE / 16) + chunk]}};
+        else return {{from[chunk], from[WIDE / 16 + chunk]}};
+    }
+    DEVICE void add(const Query& q, const Words4* k) {
+        const Words4& one = q.limbs[0];
+        multiply_bytes(first, k[0].x, k[1].x, k[0].y, k[1].y, one.x, one.y, true);
+        multiply_bytes(SOLE ? second : first, k[0].z, k[1].z, k[0].w, k[1].w, one.z, one.w, true);
+        if constexpr (!SOLE) {
+            const Words4& other = q.limbs[1];
+            multiply_bytes(second, k[0].x, k[1].x, k[0].y, k[1].y, other.x, other.y, true);
+            multiply_bytes(second, k[0].z, k[1].z, k[0].w, k[1].w, other.z, other.w, true);
         }
     }
     DEVICE float score(int i) const {
@@ -85,14 +89,12 @@ template <class T, int SETS, bool SOLE> struct ValueProducts<Coded<T, Int8Codes>
         uint32_t limbs[LIMBS];  // the upper one, then the lower; of a sole query that of the lane's column
     };
     Sums& sums;
-    int whole[SETS][Tile::PARTS][LIMBS][4];
+    int whole[SETS][Tile::PARTS][4];  // of a sole query a limb each of its even and odd ones
     LargestWeight<Coded<T, Int8Codes>, OWN> weight;
-    DEVICE explicit ValueProducts(Sums& sums)
-        : sums(sums) {
+    DEVICE explicit ValueProducts(Sums& sums) : sums(sums) {
         for (auto& set : whole)
             for (auto& part : set)
-                for (auto& limb : part)
-                    for (int& v : limb) v = 0;
+                for (int& v : part) v = 0;
     }
     DEVICE void scale(const float (&s)[ROUNDS][4]) { weight.find(s, LARGEST); }
     // In the lower half of a float, 2^23 larger.
@@ -119,9 +121,14 @@ template <class T, int SETS, bool SOLE> struct ValueProducts<Coded<T, Int8Codes>
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     const uint32_t even = permute<0x6420>(v[i], v[i + 2]), odd = permute<0x7531>(v[i], v[i + 2]);
+                    int(&all)[4] = whole[set][part + i];
+                    multiply_bytes(all, even, odd, w.limbs[LIMBS - 1]);
+                    if constexpr (!SOLE) {
+                        int high[4] = {0, 0, 0, 0};
+                        multiply_bytes(high, even, odd, w.limbs[0]);
 #pragma unroll
-                    for (int limb = 0; limb < LIMBS; ++limb)
-                        multiply_bytes(whole[set][part + i][limb], even, odd, w.limbs[limb]);
+                        for (int c = 0; c < 4; ++c) all[c] += high[c] * 256;
+                    }
                 }
             }
     }
@@ -136,7 +143,7 @@ template <class T, int SETS, bool SOLE> struct ValueProducts<Coded<T, Int8Codes>
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const auto& all = whole[set][part];
-                    const int v = SOLE ? all[0][i & 2] * 256 + all[0][i | 1] : all[0][i] * 256 + all[LIMBS - 1][i];
+                    const int v = SOLE ? all[i & 2] * 256 + all[i | 1] : all[i];
                     sums[set][part][i] = rounded_multiply(float(v), unit[SOLE ? 0 : Tile::which(i)]);
                 }
     }
@@ -159,10 +166,14 @@ struct KeyProducts<Coded<T, E4m3Codes>, WIDE, SOLE> : CacheTile<Coded<T, E4m3Cod
         E4m3<false>::halves(one, a[0][0], a[0][1]), E4m3<false>::halves(other, a[1][0], a[1][1]);
         multiply_halves<F16>(this->c[chain], a[0][0], a[1][0], a[0][1], a[1][1], q0, q1);
     }
-    DEVICE void add(const Words4* query, int chunk, const Words4* k) {
-        const Words4 q = query[2 * chunk], r = query[2 * chunk + 1];
-        add_word(0, k[0].x, k[1].x, q.x, q.y), add_word(1, k[0].y, k[1].y, q.z, q.w);
-        add_word(0, k[0].z, k[1].z, r.x, r.y), add_word(1, k[0].w, k[1].w, r.z, r.w);
+    struct Query {
+        Words4 first, second;  // eight columns, and eight
+    };
+    static DEVICE Query query(const Words4* from, int chunk) { return {from[2 * chunk], from[2 * chunk + 1]}; }
+    DEVICE void add(const Query& q, const Words4* k) {
+        const Words4 &v = q.first, &w = q.second;
+        add_word(0, k[0].x, k[1].x, v.x, v.y), add_word(1, k[0].y, k[1].y, v.z, v.w);
+        add_word(0, k[0].z, k[1].z, w.x, w.y), add_word(1, k[0].w, k[1].w, w.z, w.w);
     }
 };
 
@@ -175,8 +186,7 @@ template <class T, int SETS, bool SOLE> struct ValueProducts<Coded<T, E4m3Codes>
     };
     Sums& sums;
     LargestWeight<Coded<T, E4m3Codes>, OWN> weight;
-    DEVICE explicit ValueProducts(Sums& sums)
-        : sums(sums) {
+    DEVICE explicit ValueProducts(Sums& sums) : sums(sums) {
         for (auto& set : sums)
             for (auto& part : set)
                 for (float& v : part) v = 0.f;
@@ -199,8 +209,7 @@ template <class T, int SETS, bool SOLE> struct ValueProducts<Coded<T, E4m3Codes>
                     uint32_t early[2], late[2];  // the even columns, and the odd ones
                     E4m3<false>::halves(permute<0x3120>(v[i], v[i]), early[0], early[1]);
                     E4m3<false>::halves(permute<0x3120>(v[i + 2], v[i + 2]), late[0], late[1]);
-                    multiply_halves<F16>(
-                        sums[set][part + i], early[0], early[1], late[0], late[1], w.early, w.late);
+                    multiply_halves<F16>(sums[set][part + i], early[0], early[1], late[0], late[1], w.early, w.late);
                 }
             }
     }

@@ -11,8 +11,10 @@ template <class T> struct QueryForm {
 
 // Scores of a tile's slots. SOLE: there is but one query.
 template <class T, int WIDE, bool SOLE> struct KeyProducts : CacheTile<T> {
-    // Eight columns: query chunk `chunk`, and the same of ROWS_PER_LANE slots.
-    DEVICE void add(const Words4* query, int chunk, const Words4* k) { this->add_keys(query[chunk], k); }
+    using Query = Words4;
+    static DEVICE Query query(const Words4* from, int chunk) { return from[chunk]; }
+    // Eight columns of a query, and of ROWS_PER_LANE slots.
+    DEVICE void add(const Query& q, const Words4* k) { this->add_keys(q, k); }
 };
 
 // Weighted sums of the values of a warp's tiles of a KV split.
@@ -21,13 +23,12 @@ template <class T, int SETS, bool SOLE> struct ValueProducts {
     using Weights = typename Tile::Weights;
     using Sums = float[SETS][Tile::PARTS][4];
     Sums& sums;
-    DEVICE explicit ValueProducts(Sums& sums)
-        : sums(sums) {
+    DEVICE explicit ValueProducts(Sums& sums) : sums(sums) {
         for (auto& set : sums)
             for (auto& part : set)
                 for (float& v : part) v = 0.f;
     }
-    DEVICE void scale(const float (&)[ROUNDS][4]) {}  // all weights, before the first product
+    DEVICE void scale(const float (&)[ROUNDS][4]) {}                           // all weights, before the first product
     DEVICE Weights weights(const float* s) const { return Tile::weights(s); }  // of a tile
     DEVICE void add(const Words4* values, int chunks, const Weights& w) {
 #pragma unroll

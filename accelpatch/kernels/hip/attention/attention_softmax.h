@@ -10,8 +10,8 @@ template <class T, int WIDE> struct View {
     const Words4* query;  // of shared memory: what the lane gives to products with keys
     // The queries' slots, and the ones before the first that they see.
     int own[Tile::QUERIES_PER_LANE], least[Tile::QUERIES_PER_LANE];
-    int slot;                // of the row's first new token
-    bool windowed, several;  // several: new tokens, of which one may see another
+    int slot;                                    // of the row's first new token
+    bool windowed, several;                      // several: new tokens, of which one may see another
     const float* scale[Tile::QUERIES_PER_LANE];  // of the queries, where they have any; staged behind the view
     DEVICE float query_scale(int which) const { return QueryForm<T>::SCALED ? *scale[which] : 1.f; }
     DEVICE View(const AttentionArgs& a, const HeadStager<T, WIDE>& stager, const Segment& s)
@@ -109,10 +109,11 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
             warp_sync();  // all lanes' copies have come
 #pragma unroll
             for (int i = 0; i < Stream::KEY_PIECES; ++i) {
+                const auto q = scores.query(view.query, Stream::query_chunk(i));
                 Words4 k[ROWS_PER_LANE];
 #pragma unroll
                 for (int h = 0; h < ROWS_PER_LANE; ++h) k[h] = stream.key(ROUND, h, i);
-                scores.add(view.query, Stream::query_chunk(i), k);
+                scores.add(q, k);
             }
             warp_sync();  // before others' places take new tiles
         }
