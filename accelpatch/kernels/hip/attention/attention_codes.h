@@ -1,5 +1,5 @@
 // Caches in 8 bits: codes, and a scale in bfloat16 for each slot of a head (kernels/layouts/kv_states.py). Products
-// take codes as they are, or as 16-bit floats that hold them exactly (attention_products.h); a key's scale multiplies
+// take codes as they are, or as 16-bit floats that hold them exactly (attention_mma.h); a key's scale multiplies
 // its score, a value's scale its weight. A KV split of 256 slots is added up by itself, and splits as a tree: no sum
 // runs over the whole cache.
 #pragma once

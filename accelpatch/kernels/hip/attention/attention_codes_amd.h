@@ -1,5 +1,5 @@
 // Products with codes, as AMD's matrix units take them: as bfloat16, that any byte of a word becomes by way of a float.
-// Part of attention_products.h.
+// Part of attention_mma.h.
 #pragma once
 
 // Two numbers that bfloat16 holds exactly.
@@ -13,7 +13,7 @@ template <class CODES> DEVICE Words4 expanded(uint32_t low, uint32_t high) {
 }
 
 template <class T, class CODES, int WIDE, bool SOLE>
-struct KeyProducts<Coded<T, CODES>, WIDE, SOLE> : CacheTile<Coded<T, CODES>> {
+struct KeyMma<Coded<T, CODES>, WIDE, SOLE> : CacheTile<Coded<T, CODES>> {
     struct Query {
         Words4 first, second;  // eight columns, and eight
     };
@@ -28,12 +28,12 @@ struct KeyProducts<Coded<T, CODES>, WIDE, SOLE> : CacheTile<Coded<T, CODES>> {
 };
 
 // A lane has eight columns of each of its four slots.
-template <class T, class CODES, int SETS, bool SOLE> struct ValueProducts<Coded<T, CODES>, SETS, SOLE> {
+template <class T, class CODES, int SETS, bool SOLE> struct ValueMma<Coded<T, CODES>, SETS, SOLE> {
     using Tile = CacheTile<Coded<T, CODES>>;
     using Weights = typename Tile::Weights;
     using Sums = float[SETS][Tile::PARTS][4];
     Sums& sums;
-    DEVICE explicit ValueProducts(Sums& sums) : sums(sums) {
+    DEVICE explicit ValueMma(Sums& sums) : sums(sums) {
         for (auto& set : sums)
             for (auto& part : set)
                 for (float& v : part) v = 0.f;

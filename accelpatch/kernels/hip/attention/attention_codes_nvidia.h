@@ -1,7 +1,7 @@
 // Products with codes, as NVIDIA's matrix units take them. Bytes go to integer products as they are: queries and
 // weights are 16-bit integers, in two limbs, and sums are exact. 8-bit floats become fp16, times queries and weights in
 // fp16. Both kinds are relative to a query's largest number, and to the largest weight of a warp's tiles. Part of
-// attention_products.h.
+// attention_mma.h.
 #pragma once
 
 // Two neighbouring codes are read across as one 16-bit number: of sixteen columns a lane has an even one and the odd
@@ -51,7 +51,7 @@ template <class T> struct QueryForm<Coded<T, Int8Codes>> {
 
 // Products of sixteen columns. Of a sole query the limbs are columns of one product, the even and the odd ones alike.
 template <class T, int WIDE, bool SOLE>
-struct KeyProducts<Coded<T, Int8Codes>, WIDE, SOLE> : CacheTile<Coded<T, Int8Codes>> {
+struct KeyMma<Coded<T, Int8Codes>, WIDE, SOLE> : CacheTile<Coded<T, Int8Codes>> {
     int first[4], second[4];  // of the upper and the lower limb; of a sole query two chains
     DEVICE void zero() {
         for (int i = 0; i < 4; ++i) first[i] = second[i] = 0;
@@ -80,7 +80,7 @@ struct KeyProducts<Coded<T, Int8Codes>, WIDE, SOLE> : CacheTile<Coded<T, Int8Cod
 };
 
 // Weights are integers of 16 bits without a sign, in two limbs.
-template <class T, int SETS, bool SOLE> struct ValueProducts<Coded<T, Int8Codes>, SETS, SOLE> {
+template <class T, int SETS, bool SOLE> struct ValueMma<Coded<T, Int8Codes>, SETS, SOLE> {
     using Tile = CacheTile<Coded<T, Int8Codes>>;
     static constexpr int OWN = SOLE ? 1 : Tile::QUERIES_PER_LANE, LIMBS = SOLE ? 1 : 2;
     static constexpr float LARGEST = 65535.f;
@@ -91,7 +91,7 @@ template <class T, int SETS, bool SOLE> struct ValueProducts<Coded<T, Int8Codes>
     Sums& sums;
     int whole[SETS][Tile::PARTS][4];  // of a sole query a limb each of its even and odd ones
     LargestWeight<Coded<T, Int8Codes>, OWN> weight;
-    DEVICE explicit ValueProducts(Sums& sums) : sums(sums) {
+    DEVICE explicit ValueMma(Sums& sums) : sums(sums) {
         for (auto& set : whole)
             for (auto& part : set)
                 for (int& v : part) v = 0;
@@ -160,7 +160,7 @@ template <class T> struct QueryForm<Coded<T, E4m3Codes>> {
 };
 
 template <class T, int WIDE, bool SOLE>
-struct KeyProducts<Coded<T, E4m3Codes>, WIDE, SOLE> : CacheTile<Coded<T, E4m3Codes>> {
+struct KeyMma<Coded<T, E4m3Codes>, WIDE, SOLE> : CacheTile<Coded<T, E4m3Codes>> {
     DEVICE void add_word(int chain, uint32_t one, uint32_t other, uint32_t q0, uint32_t q1) {
         uint32_t a[2][2];
         E4m3<false>::halves(one, a[0][0], a[0][1]), E4m3<false>::halves(other, a[1][0], a[1][1]);
@@ -177,7 +177,7 @@ struct KeyProducts<Coded<T, E4m3Codes>, WIDE, SOLE> : CacheTile<Coded<T, E4m3Cod
     }
 };
 
-template <class T, int SETS, bool SOLE> struct ValueProducts<Coded<T, E4m3Codes>, SETS, SOLE> {
+template <class T, int SETS, bool SOLE> struct ValueMma<Coded<T, E4m3Codes>, SETS, SOLE> {
     using Tile = CacheTile<Coded<T, E4m3Codes>>;
     static constexpr int OWN = SOLE ? 1 : Tile::QUERIES_PER_LANE;
     using Sums = float[SETS][Tile::PARTS][4];
@@ -186,7 +186,7 @@ template <class T, int SETS, bool SOLE> struct ValueProducts<Coded<T, E4m3Codes>
     };
     Sums& sums;
     LargestWeight<Coded<T, E4m3Codes>, OWN> weight;
-    DEVICE explicit ValueProducts(Sums& sums) : sums(sums) {
+    DEVICE explicit ValueMma(Sums& sums) : sums(sums) {
         for (auto& set : sums)
             for (auto& part : set)
                 for (float& v : part) v = 0.f;

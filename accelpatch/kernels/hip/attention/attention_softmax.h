@@ -36,7 +36,7 @@ template <class T, int WIDE> struct View {
 template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHEDULE> struct Softmax {
     using Stream = CacheStream<T, WIDE, BUFFER_BYTES, ONCE, SCHEDULE>;
     using Tile = CacheTile<T>;
-    using Values = ValueProducts<T, Stream::SETS, SOLE>;
+    using Values = ValueMma<T, Stream::SETS, SOLE>;
     static constexpr int SETS = Stream::SETS;
     static constexpr int OWN = SOLE ? 1 : Tile::QUERIES_PER_LANE;
     static DEVICE constexpr bool wanted(int i) { return Tile::which(i) < OWN; }  // whether a score is
@@ -101,7 +101,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
     template <int ROUND>
     DEVICE void keys(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, int slot, float* s,
         uint32_t given, const SlotScales& scales) {
-        KeyProducts<T, WIDE, SOLE> scores;
+        KeyMma<T, WIDE, SOLE> scores;
         scores.zero();
         stream.wait();
         if (seen_tile(a, view.slot, slot)) {
@@ -145,8 +145,8 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
     }
     template <int STAGE>
     DEVICE void add_values(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, int slot, uint32_t given,
-        const float* s, Values& products) {
-        const typename Values::Weights weights = products.weights(s);
+        const float* s, Values& value_mma) {
+        const typename Values::Weights weights = value_mma.weights(s);
         stream.wait();
         if (seen_tile(a, view.slot, slot)) {
             const bool new_ones = slot + TILE > view.slot;
@@ -154,7 +154,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
                 stream.template hide<STAGE>(given);
             if (RARELY(new_ones && view.several)) stream.template put_new<STAGE>(slot, view.slot, view.stager);
             warp_sync();  // all lanes' copies have come
-            products.add(stream.values(STAGE), Stream::CHUNKS, weights);
+            value_mma.add(stream.values(STAGE), Stream::CHUNKS, weights);
             warp_sync();  // before others' places take new tiles
         }
         stream.template after<STAGE>();

@@ -1,7 +1,7 @@
 // Rows of q, k and v on their way from the product before: norm and rotary embedding, rounded where transformers
 // rounds.
 #pragma once
-#include "attention_products.h"
+#include "attention_mma.h"
 
 // Of float32 radians. Quarter circles are taken off in three parts (Cody and Waite 1980); the polynomials are those of
 // Moshier's Cephes.

@@ -4,7 +4,7 @@
 #pragma once
 #include <type_traits>
 
-#include "attention_products.h"
+#include "attention_mma.h"
 
 // ONCE: no other block reads the same keys and values.
 template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct CacheStream {

@@ -10,7 +10,7 @@ template <class T> struct QueryForm {
 };
 
 // Scores of a tile's slots. SOLE: there is but one query.
-template <class T, int WIDE, bool SOLE> struct KeyProducts : CacheTile<T> {
+template <class T, int WIDE, bool SOLE> struct KeyMma : CacheTile<T> {
     using Query = Words4;
     static DEVICE Query query(const Words4* from, int chunk) { return from[chunk]; }
     // Eight columns of a query, and of ROWS_PER_LANE slots.
@@ -18,12 +18,12 @@ template <class T, int WIDE, bool SOLE> struct KeyProducts : CacheTile<T> {
 };
 
 // Weighted sums of the values of a warp's tiles of a KV split.
-template <class T, int SETS, bool SOLE> struct ValueProducts {
+template <class T, int SETS, bool SOLE> struct ValueMma {
     using Tile = CacheTile<T>;
     using Weights = typename Tile::Weights;
     using Sums = float[SETS][Tile::PARTS][4];
     Sums& sums;
-    DEVICE explicit ValueProducts(Sums& sums) : sums(sums) {
+    DEVICE explicit ValueMma(Sums& sums) : sums(sums) {
         for (auto& set : sums)
             for (auto& part : set)
                 for (float& v : part) v = 0.f;
