@@ -131,6 +131,20 @@ def test_a_new_key_that_is_no_number(vendor: str, form: str, library: Any) -> No
     assert args[4][0, 0, case.slot].isnan().all()
 
 
+def test_magnitudes_far_apart(vendor: str, form: str, library: Any) -> None:
+    """Queries with an outlier, and values whose scales differ by up to 2^20, are no less precise for it."""
+    case = Step(size=128, rows=2, slot=300, capacity=320)
+    library.set_emulator(3, 0, 1)
+    given = [quantized(case, torch.bfloat16, form, DEVICE) for _ in range(2)]
+    exponents = torch.randint(-10, 11, given[0][0][5].scale.shape, generator=torch.Generator().manual_seed(3))
+    for (qkv, *_, values), _ in given:
+        qkv[:, 5] *= 64
+        values.scale.mul_(2.0 ** exponents.to(torch.float32))
+    (args, shape), (plain, _) = given
+    y = _op(library)(*args, shape)
+    assert_sums(case, args, shape, y, (reference_(*plain, shape), plain))
+
+
 def test_what_does_not_fit_is_refused(vendor: str, form: str, library: Any) -> None:
     args, shape = quantized(Step(size=128), torch.bfloat16, form, DEVICE)
     qkv, positions, slot, mask, keys, values = args

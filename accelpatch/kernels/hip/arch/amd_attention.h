@@ -12,6 +12,7 @@ template <class T> struct AttentionTile {
     static DEVICE constexpr int which(int) { return 0; }
     static DEVICE int query(int) { return lane_id() & 15; }
     static DEVICE int slot(int i) { return 4 * (lane_id() >> 4) + i; }
+    static DEVICE constexpr int first_of_slot(int i) { return i; }
     static DEVICE int value_slot_after(int i) { return i; }
     static DEVICE int value_slot() { return 4 * (lane_id() >> 4); }
     static DEVICE int value_chunk() { return lane_id() & 15; }

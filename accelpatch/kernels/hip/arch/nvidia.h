@@ -153,6 +153,12 @@ DEVICE void multiply_bytes(
             : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+// 16 rows by 16 of K, signed bytes, times 16 by 8 columns of bytes without a sign.
+DEVICE void multiply_bytes(int* c, uint32_t a0, uint32_t a1, uint32_t b) {
+    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a0), "r"(a1), "r"(b));
+}
 // Four matrices of 8 by 8 halves, transposed on their way from shared memory: a row of eight a lane.
 DEVICE void load_transposed(uint32_t* v, const Words4* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"

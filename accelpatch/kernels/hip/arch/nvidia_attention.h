@@ -20,6 +20,7 @@ template <class T> struct AttentionTile {
     static DEVICE constexpr int which(int i) { return i & 1; }
     static DEVICE int query(int which) { return 2 * (lane_id() & 3) + which; }
     static DEVICE int slot(int i) { return (lane_id() >> 2) + 8 * (i >> 1); }
+    static DEVICE constexpr int first_of_slot(int i) { return i & 2; }  // the first score of the i-th one's slot
     // Slots lie one after the other in a tile; the low bits of a chunk's place are mixed with these. So banks differ
     // for what is read at once: four chunks of two slots, and one chunk of eight.
     static DEVICE constexpr int mixed(int slot) { return (slot & 1) << 2 | (slot >> 1 & 3); }

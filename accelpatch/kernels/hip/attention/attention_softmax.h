@@ -10,8 +10,10 @@ template <class T, int WIDE> struct View {
     const Words4* query;  // of shared memory: what the lane gives to products with keys
     // The queries' slots, and the ones before the first that they see.
     int own[Tile::QUERIES_PER_LANE], least[Tile::QUERIES_PER_LANE];
-    int slot;                // of the row's first new token
-    bool windowed, several;  // several: new tokens, of which one may see another
+    int slot;                                    // of the row's first new token
+    bool windowed, several;                      // several: new tokens, of which one may see another
+    const float* scale[Tile::QUERIES_PER_LANE];  // of the queries, where they have any; staged behind the view
+    DEVICE float query_scale(int which) const { return QueryForm<T>::SCALED ? *scale[which] : 1.f; }
     DEVICE View(const AttentionArgs& a, const HeadStager<T, WIDE>& stager, const Segment& s)
         : stager(stager),
           slot(s.slot),
@@ -21,7 +23,9 @@ template <class T, int WIDE> struct View {
         query = reinterpret_cast<const Words4*>(stager.query(min(Tile::key_query() & (QUERIES - 1), last)));
 #pragma unroll
         for (int n = 0; n < Tile::QUERIES_PER_LANE; ++n) {
-            own[n] = slot + (s.tile * QUERIES + min(Tile::query(n) & (QUERIES - 1), last)) / stager.plan.group;
+            const int q = min(Tile::query(n) & (QUERIES - 1), last);
+            own[n] = slot + (s.tile * QUERIES + q) / stager.plan.group;
+            if (QueryForm<T>::SCALED) scale[n] = stager.query_scale(q);
             least[n] = windowed ? own[n] - int(a.window) : -1;
         }
     }
@@ -32,6 +36,7 @@ template <class T, int WIDE> struct View {
 template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHEDULE> struct Softmax {
     using Stream = CacheStream<T, WIDE, BUFFER_BYTES, ONCE, SCHEDULE>;
     using Tile = CacheTile<T>;
+    using Values = ValueMma<T, Stream::SETS, SOLE>;
     static constexpr int SETS = Stream::SETS;
     static constexpr int OWN = SOLE ? 1 : Tile::QUERIES_PER_LANE;
     static DEVICE constexpr bool wanted(int i) { return Tile::which(i) < OWN; }  // whether a score is
@@ -46,8 +51,9 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
         float s[ROUNDS][4] = {};
         const uint32_t shown = stream.given(begin, view.slot, view.stager),
                        given[ROUNDS] = {shown & 0xffffu, shown >> TILE};
-        keys<0>(a, stream, view, begin + tile_at(0), s[0], given[0]);
-        keys<1>(a, stream, view, begin + tile_at(1), s[1], given[1]);
+        const SlotScales scales(stream);
+        keys<0>(a, stream, view, begin + tile_at(0), s[0], given[0], scales);
+        keys<1>(a, stream, view, begin + tile_at(1), s[1], given[1], scales);
 #pragma unroll
         for (int n = 0; n < OWN; ++n) {
             const auto larger = [](float v, float w) { return fmaxf(v, w); };
@@ -68,33 +74,46 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
                 if (n < OWN && begin + tile_at(i / 4) + Tile::slot(i % 4) == view.own[n])
                     own[n] = s[i / 4][i % 4], s[i / 4][i % 4] = 0.f;
             }
-        for (auto& set : sums)
-            for (auto& part : set)
-                for (float& v : part) v = 0.f;
+        Values values(sums);
         if constexpr (CODED<T>)
 #pragma unroll
-            for (int i = 0; i < 4 * ROUNDS; ++i)  // all lanes call it
-                s[i / 4][i % 4] = rounded_multiply(s[i / 4][i % 4], stream.template scale_of<true>(i / 4, i % 4));
-        add_values<2>(a, stream, view, begin + tile_at(0), given[0], s[0]);
-        add_values<3>(a, stream, view, begin + tile_at(1), given[1], s[1]);
+            for (int i = 0; i < 4 * ROUNDS; ++i)
+                if (wanted(i % 4)) s[i / 4][i % 4] = rounded_multiply(s[i / 4][i % 4], scales.value(i / 4, i % 4));
+        values.scale(s);
+        add_values<2>(a, stream, view, begin + tile_at(0), given[0], s[0], values);
+        add_values<3>(a, stream, view, begin + tile_at(1), given[1], s[1], values);
+        values.finish();
     }
+    // Of codes: the scales of a lane's slots, of keys and values.
+    struct SlotScales {
+        uint32_t both[ROUNDS][4];
+        DEVICE explicit SlotScales(const Stream& stream) {  // all lanes call it
+            if constexpr (CODED<T>)
+#pragma unroll
+                for (int i = 0; i < 4 * ROUNDS; ++i)
+                    if (const int first = Tile::first_of_slot(i % 4); first == i % 4)
+                        both[i / 4][first] = stream.scales_of(i / 4, first);
+        }
+        DEVICE float key(int round, int i) const { return Bf16::up(both[round][Tile::first_of_slot(i)]); }
+        DEVICE float value(int round, int i) const { return Bf16::up_high(both[round][Tile::first_of_slot(i)]); }
+    };
     // Scores to the base 2 of a tile, of whose slots some are given.
     template <int ROUND>
-    DEVICE void keys(
-        const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, int slot, float* s, uint32_t given) {
-        Tile scores;
+    DEVICE void keys(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, int slot, float* s,
+        uint32_t given, const SlotScales& scales) {
+        KeyMma<T, WIDE, SOLE> scores;
         scores.zero();
         stream.wait();
         if (seen_tile(a, view.slot, slot)) {
             if (slot + TILE > view.slot) stream.template put_new<ROUND>(slot, view.slot, view.stager);
             warp_sync();  // all lanes' copies have come
 #pragma unroll
-            for (int step = 0; step < Stream::STEPS; ++step) {
-                const Words4 q = view.query[Stream::query_chunk(step)];
+            for (int i = 0; i < Stream::KEY_PIECES; ++i) {
+                const auto q = scores.query(view.query, Stream::query_chunk(i));
                 Words4 k[ROWS_PER_LANE];
 #pragma unroll
-                for (int h = 0; h < ROWS_PER_LANE; ++h) k[h] = stream.key(ROUND, h, step);
-                scores.add_keys(q, k);
+                for (int h = 0; h < ROWS_PER_LANE; ++h) k[h] = stream.key(ROUND, h, i);
+                scores.add(q, k);
             }
             warp_sync();  // before others' places take new tiles
         }
@@ -107,9 +126,10 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
         // With a softcap a.scaling is 2 log2(e) / softcap times the scores' own: tanh(x) = 1 - 2 / (e^2x + 1).
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            float score = scores.score(i);
-            if constexpr (CODED<T>) score = rounded_multiply(score, stream.template scale_of<false>(ROUND, i));
-            s[i] = wanted(i) ? rounded_multiply(score, a.scaling) : 0.f;  // in each of the kernels alike
+            if (!wanted(i)) continue;
+            s[i] = rounded_multiply(scores.score(i), a.scaling);  // in each of the kernels alike
+            if constexpr (CODED<T>)
+                s[i] = rounded_multiply(s[i], rounded_multiply(scales.key(ROUND, i), view.query_scale(Tile::which(i))));
         }
         if (a.softcap > 0.f)
 #pragma unroll
@@ -124,9 +144,9 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
             }
     }
     template <int STAGE>
-    DEVICE void add_values(
-        const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, int slot, uint32_t given, const float* s) {
-        const typename Tile::Weights weights = Tile::weights(s);
+    DEVICE void add_values(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, int slot, uint32_t given,
+        const float* s, Values& value_mma) {
+        const typename Values::Weights weights = value_mma.weights(s);
         stream.wait();
         if (seen_tile(a, view.slot, slot)) {
             const bool new_ones = slot + TILE > view.slot;
@@ -134,18 +154,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
                 stream.template hide<STAGE>(given);
             if (RARELY(new_ones && view.several)) stream.template put_new<STAGE>(slot, view.slot, view.stager);
             warp_sync();  // all lanes' copies have come
-            const Words4* values = stream.values(STAGE);
-#pragma unroll
-            for (int set = 0; set < SETS; ++set)
-                if constexpr (CODED<T>)
-#pragma unroll
-                    for (int part = 0; part < Tile::PARTS; part += 2)
-                        Tile::add_codes(sums[set][part], sums[set][part + 1], values, Stream::CHUNKS,
-                            set * Tile::PARTS + part, weights);
-                else
-#pragma unroll
-                    for (int part = 0; part < Tile::PARTS; ++part)
-                        Tile::add_values(sums[set][part], values, Stream::CHUNKS, set, part, weights);
+            value_mma.add(stream.values(STAGE), Stream::CHUNKS, weights);
             warp_sync();  // before others' places take new tiles
         }
         stream.template after<STAGE>();

@@ -1,7 +1,7 @@
 // Rows of q, k and v on their way from the product before: norm and rotary embedding, rounded where transformers
 // rounds.
 #pragma once
-#include "attention.h"
+#include "attention_mma.h"
 
 // Of float32 radians. Quarter circles are taken off in three parts (Cody and Waite 1980); the polynomials are those of
 // Moshier's Cephes.
@@ -101,8 +101,8 @@ template <class T, int WIDE> struct HeadRow {
         for (int e = 0; e < EACH; ++e)
             if (column(e) < columns) reinterpret_cast<uint16_t*>(into)[column(e)] = static_cast<uint16_t>(own[e]);
     }
-    // The numbers become codes; returns their scale. A row that is not all numbers has a scale that is none.
-    DEVICE uint16_t encode() {
+    // The largest number without its sign; of a row that is not all numbers, none.
+    DEVICE float largest() const {
         float most = 0.f, odd = 0.f;
 #pragma unroll
         for (int e = 0; e < EACH; ++e) {
@@ -111,12 +111,25 @@ template <class T, int WIDE> struct HeadRow {
         }
         for (int step = 1; step < WARP_SIZE; step *= 2)
             most = fmaxf(most, lane_xor(most, step)), odd += lane_xor(odd, step);
-        const uint32_t scale = Bf16::down((most + odd) / T::Codes::LARGEST);
+        return most + odd;
+    }
+    // The numbers become codes; returns their scale. A row that is not all numbers has a scale that is none.
+    DEVICE uint16_t encode() {
+        const uint32_t scale = Bf16::down(largest() / T::Codes::LARGEST);
         const float by = Bf16::up(scale);
         const bool fit = by > 0.f && by < INFINITY;
 #pragma unroll
         for (int e = 0; e < EACH; ++e) own[e] = fit ? T::Codes::rounded(T::up(own[e]) / by) : 0u;
         return static_cast<uint16_t>(scale);
+    }
+    // A query as products with codes take it, and behind it its scale.
+    DEVICE void leave_scaled(char* into) const {
+        const float scale = QueryForm<T>::scale(largest()), by = 1.f / scale;
+        const bool fit = scale > 0x1p-100f && scale < INFINITY;
+#pragma unroll
+        for (int e = 0; e < EACH; ++e)
+            QueryForm<T>::template store<WIDE>(into, column(e), fit ? T::up(own[e]) * by : 0.f);
+        if (lane_id() == 0) *reinterpret_cast<float*>(into + WIDE * 2) = scale;
     }
     DEVICE void leave_codes(char* into, int columns) const {
 #pragma unroll
@@ -143,6 +156,7 @@ template <class T, int WIDE> struct HeadStager {
     DEVICE int queries(const Segment& s) const { return min(QUERIES, int(a.tokens) * plan.group - s.tile * QUERIES); }
     DEVICE const char* value(int token) const { return fresh(token, 1); }
 
+    DEVICE const float* query_scale(int q) const { return reinterpret_cast<const float*>(query(q) + WIDE * 2); }
     // A piece of a new key or value.
     template <class PIECE> DEVICE PIECE fresh_piece(int token, int value, int chunk) const {
         return reinterpret_cast<const PIECE*>(fresh(token, value))[chunk];
@@ -198,6 +212,7 @@ template <class T, int WIDE> struct HeadStager {
                 if (lane_id() == 0 && t.kept) *t.kept_scale = scale;
                 return;
             }
+            if constexpr (QueryForm<T>::SCALED) return row.leave_scaled(t.into);
         }
         row.leave(t.into, WIDE);
         if (t.kept) row.leave(t.kept, int(a.size));

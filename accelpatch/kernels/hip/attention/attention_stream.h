@@ -4,7 +4,7 @@
 #pragma once
 #include <type_traits>
 
-#include "attention.h"
+#include "attention_mma.h"
 
 // ONCE: no other block reads the same keys and values.
 template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct CacheStream {
@@ -135,10 +135,9 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
         for (int i = 1; i < MASKS; ++i) masks[i - 1] = masks[i], scales[i - 1] = scales[i];
         return all_given;
     }
-    // The scale of the i-th of a lane's slots of a round's tile: of the key, or of the value.
-    template <bool VALUE> DEVICE float scale_of(int round, int i) const {
-        const uint32_t both = float_to_bits(from_lane(bits_to_float(scale), round * TILE + Tile::slot(i)));
-        return VALUE ? Bf16::up_high(both) : Bf16::up(both);
+    // The scales of the i-th of a lane's slots of a round's tile: the key's, and the value's in the upper half.
+    DEVICE uint32_t scales_of(int round, int i) const {
+        return float_to_bits(from_lane(bits_to_float(scale), round * TILE + Tile::slot(i)));
     }
     static DEVICE int masked_at() { return tile_at(lane_id() / TILE % 2) + lane_id() % TILE; }
     // Where a slot has four chunks, two of them fill the banks.
@@ -153,26 +152,16 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
         else return reinterpret_cast<char*>(held[stage % 2]) + i * PIECE_BYTES<VALUE>;
     }
     DEVICE Words4* tile() { return reinterpret_cast<Words4*>(stage_buffer + place * TILE_BYTES); }
-    // What a lane gives to a product: four lanes' chunks follow each other; of an odd step they lie before those of the
-    // even one for half of the slots.
-    DEVICE Words4 key(int stage, int h, int step) {
-        if constexpr (CODES) {  // a piece is of two steps
-            const Words4 v = key_piece(stage, h, step / 2);
-            return step % 2 ? expanded<typename T::Codes>(v.z, v.w) : expanded<typename T::Codes>(v.x, v.y);
-        } else {
-            return key_piece(stage, h, step);
-        }
-    }
-    DEVICE Words4 key_piece(int stage, int h, int i) {
+    // What a lane gives to a product, the i-th of a slot: four lanes' chunks follow each other; of an odd one they lie
+    // before those of the even one for half of the slots.
+    DEVICE Words4 key(int stage, int h, int i) {
         if constexpr (SHARED_STAGES)
             return tile()[fragment_row(h) * CHUNKS + i / 2 * 8 +
                           (fragment_quarter() ^ mixed(fragment_row(0)) ^ i % 2 * 4)];
         else return held[stage % 2][h * KEY_PIECES + i];
     }
-    // Which eight columns of a query belong to what key() gives.
-    static DEVICE int query_chunk(int step) {
-        return CODES ? step / 2 * 8 + 2 * fragment_quarter() + step % 2 : 4 * step + fragment_quarter();
-    }
+    // Which chunk of a query belongs to what key() gives.
+    static DEVICE int query_chunk(int i) { return 4 * i + fragment_quarter(); }
     DEVICE const Words4* values(int stage) {
         if constexpr (SHARED_STAGES) return tile();
         else return held[stage % 2];

@@ -137,6 +137,15 @@ DEVICE void multiply_bytes(
         return int(int8_t(a >> 8 * k)) * (sign ? int(int8_t(b >> 8 * k)) : int(uint8_t(b >> 8 * k)));
     });
 }
+DEVICE void multiply_bytes(int* c, uint32_t a0, uint32_t a1, uint32_t b) {  // m16n8k16
+    const auto all = exchange({a0, a1, b});
+    for (int i = 0; i < 4; ++i) {
+        const int row = (lane_id() >> 2) + 8 * (i >> 1), column = 2 * (lane_id() & 3) + (i & 1);
+        for (int k = 0; k < 16; ++k)
+            c[i] += int(int8_t(all[row % 8 * 4 + k / 4][row / 8] >> 8 * (k % 4))) *
+                    int(uint8_t(all[column * 4 + k / 4][2] >> 8 * (k % 4)));
+    }
+}
 DEVICE uint32_t transposed(uint32_t v) {
     const auto all = exchange({v});
     const int row = lane_id() & 3, column = lane_id() >> 2;
