@@ -49,8 +49,8 @@ template <int WIDE> int blocks_of(const AttentionArgs& a, const AttentionPlan& p
 
 // Whether SMs have so many KV splits that the shallow multi-stage buffer is better (one block each; two are as fast
 // with either): the more is under way, the less evenly memory serves them, and all have the same to read. The deep one
-// has more of a short cache when the kernel before ends. A cache in 8 bits has half the bytes under way in a buffer of a
-// size, and its codes take longer to multiply: there the deep one is faster at any length.
+// has more of a short cache when the kernel before ends. Codes of 8 bits are read in fewer bytes at a time, and the
+// deep one is faster for long caches of them too.
 inline bool many_splits(const AttentionArgs& a, int sms) {
     return !a.key_scales && splits_of(a, a.rows * a.kv_heads) >= 8 * sms;
 }
