@@ -3,7 +3,8 @@
 First each of `--kinds` of weights, with few tokens and many, is held to the float rule, by each implementation that can
 run; a failure ends the run. Then the kernels on one layer of each shape, with the share of the device's read limit of
 the bytes of the experts that are chosen. Then whole models of random weights, patched as users patch them, with the
-share of the read limit of the bytes that a token needs. Stock transformers runs first and last.
+share of the read limit of the bytes that a token needs. Stock transformers runs first and last. The recipe `mxfp4` is
+`exact` with experts in MXFP4, as gpt-oss is published.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from accelpatch.kernels.layouts import expert_tiles
 from accelpatch.kernels.layouts.expert_stack import Stack
 from accelpatch.kernels.ops.experts import experts
 from accelpatch.kernels.ops.experts.cases import in_tiles, of_random
+from accelpatch.recipe.recipe import parse
 from scripts.benchmarks.engines import SHAPES, STOCK, Engine, patched, shaped, stock, turns
 from scripts.benchmarks.harness import TINY, Case, Option, Table, cases, common
 from scripts.benchmarks.kernels import check, implementations, timed
@@ -42,6 +44,12 @@ GATES = {"gpt_oss": ("clamped_swiglu", 1.702, 7.0)}  # of the shapes whose gate 
 CHECKED = (8, 1024, 512, 2)  # the size of the layer whose numbers are checked
 TOKENS = (1, 4, 16, 32, 128, 512)
 AGAIN = f"{STOCK} again"
+MXFP4 = """
+name: mxfp4
+extends: exact
+verify: {bound: 0.3}
+rules: [{name: experts, replace: mxfp4_experts, options: {}}]
+"""
 OPTIONS = (
     Option("shapes", ["mixtral", "qwen3_moe"], "Shapes of the models.", EXPERTS),
     cases([Case(1, 128), Case(32, 128), Case(1, 512, 1)]),
@@ -125,7 +133,7 @@ def engine(shape: str, recipe: str, asked: argparse.Namespace) -> Engine:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
     if recipe in (STOCK, AGAIN):
         return stock(model, recipe, accelpatch.plan(model, "exact").report().token_bytes[0])
-    return patched(model, recipe, keep=False)
+    return patched(model, parse(MXFP4) if recipe == "mxfp4" else recipe, recipe, keep=False)
 
 
 def run(asked: argparse.Namespace) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Checkpoints that others quantised beside the project's own int4, and bitsandbytes' own nf4: new tokens a second.
+"""Checkpoints that others quantised beside the project's own recipes, and bitsandbytes' own nf4: new tokens a second.
 
 Folders of the named shape with random codes are written to a temporary folder and loaded as users load them
-(accelpatch.load). Own int4 has the same head, and groups of 128. Each loaded model's captured step is first held to its
-module path: the same tokens. Every engine runs once in each of `--repeats` turns. --bitsandbytes: the nf4 folder by
-transformers and bitsandbytes, stock generate().
+(accelpatch.load). Of the project's own, int4 (in groups of 128) and int8 have the same head, and exact rounds nothing.
+Each loaded model's captured step is first held to its module path: the same tokens. Every engine runs once in each of
+`--repeats` turns. --bitsandbytes: the nf4 folder by transformers and bitsandbytes, stock generate().
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from scripts.benchmarks.engines import Engine, among_the_best, freed, introduce,
 from scripts.benchmarks.harness import TINY, Case, Option, cases, common
 from scripts.benchmarks.rates import Rates
 
-OWN, THEIRS = "int4, own", "bitsandbytes"
+THEIRS = "bitsandbytes"
 GROUP, BLOCK, NESTED = 128, 64, 256
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq"}
 #: kind -> its quantization_config
@@ -47,14 +47,17 @@ NF4 = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": "bfloat16", "nested_blo
 OPTIONS = (
     *common(model="llama2-7b", device="cuda", repeats=5), cases(CONFIGS, "Kinds of checkpoints."),
     Option("layers", None, "Fewer layers than the model has.", kind=int),
+    Option("own", ["int4"], "Own formats beside them; ratios are to the first.", ["int4", "int8", "exact"]),
+    Option("batch", [1], "Sequences at once."),
     Option("bitsandbytes", False, "Time bitsandbytes' own nf4 too."), Option("new", 128, "New tokens."), TINY,
 )  # fmt: skip
 RECIPE = """
 name: own
 extends: exact
 verify: {bound: 0.3}
-rules: [{name: linear, match: {role: linear}, replace: int4_weight_only, options: {group_size: [128, 64]}}]
+rules: [{name: linear, match: {role: linear}, replace: REPLACER, options: {group_size: GROUPS}}]
 """
+REPLACERS = {"int4": ("int4_weight_only", "[128, 64]"), "int8": ("int8_weight_only", "null")}
 
 
 def write(folder: Path, kind: str, model: Any) -> None:
@@ -122,18 +125,33 @@ def parts_of(kind: str, path: str, n: int, k: int, generator: torch.Generator) -
         yield "weight_scale_inv", uniform(1e-4, 2e-4, -(-n // 128), -(-k // 128))
 
 
-def engines(asked: argparse.Namespace, folder: Path) -> list[Engine]:
-    """Own int4, each checkpoint as it is loaded, and bitsandbytes' own nf4."""
+def model_of(asked: argparse.Namespace) -> Any:
+    """The model in floats, of as many layers as are asked for."""
     base = random_model(asked, endless=False)
     base.model.layers = base.model.layers[: asked.layers]
     base.config.num_hidden_layers = len(base.model.layers)
     if getattr(base.config, "layer_types", None):
         base.config.layer_types = base.config.layer_types[: asked.layers]
+    return base
+
+
+def own(name: str, base: Any) -> Engine:
+    """The model by one of the project's own formats."""
+    how: Any = name
+    if name in REPLACERS:
+        replacer, groups = REPLACERS[name]
+        how = recipe.parse(RECIPE.replace("REPLACER", replacer).replace("GROUPS", groups), source="own")
+    return patched(base, how, f"{name}, own", keep=False)
+
+
+def engines(asked: argparse.Namespace, folder: Path) -> list[Engine]:
+    """Own formats, each checkpoint as it is loaded, and bitsandbytes' own nf4."""
+    base = model_of(asked)
     folders = {kind: folder / kind.replace(", ", "-") for kind in asked.cases}
     for kind, place in folders.items():
         write(place, kind, base)
         print(f"{kind}: {sum(one.stat().st_size for one in place.iterdir()) / 1e9:.2f} GB are written", flush=True)
-    made = [patched(base, recipe.parse(RECIPE, source="own"), OWN, keep=False)]
+    made = [own(asked.own[0], base), *(own(name, model_of(asked)) for name in asked.own[1:])]
     for kind, place in folders.items():
         loaded = accelpatch.load(str(place), dtype=torch.bfloat16, device=asked.device)
         made.append(stock(loaded.model, kind))
@@ -150,12 +168,12 @@ def engines(asked: argparse.Namespace, folder: Path) -> list[Engine]:
 
 def run(asked: argparse.Namespace) -> dict[str, Any]:
     """Write, load, check, time."""
-    case = Case(1, 128, asked.new)
+    every = [Case(batch, 128, asked.new) for batch in asked.batch]
     with tempfile.TemporaryDirectory() as folder:
         made = engines(asked, Path(folder))
-    ids = case.ids(made[0].model)
+    ids = Case(1, 128, asked.new).ids(made[0].model)
     if bad := [one.name for one in made if one.name != THEIRS and not among_the_best(one, ids)]:
         sys.exit(f"other tokens, so nothing is timed: {', '.join(bad)}")
-    printed = Rates(turns(asked.repeats, 2), [OWN])
-    printed.in_turn(made, [case], asked.repeats, 2)
+    printed = Rates(turns(asked.repeats, 2), [made[0].name])
+    printed.in_turn(made, every, asked.repeats, 2)
     return {"rows": printed.rows}
