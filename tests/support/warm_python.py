@@ -164,6 +164,7 @@ def _status(request: dict[str, Any]) -> int:
 
 if __name__ == "__main__":
     atexit.unregister(_end)
+    sys.path.pop(0)  # this folder, whose modules may have names of packages
     with socket.socket(fileno=int(sys.argv[1])) as served:
         import torch  # noqa: F401
         import transformers.masking_utils

@@ -18,7 +18,7 @@ from accelpatch.runtime.graphs.step import CAPTURED
 from tests.support.assisting import assistant, mixed, paced, target
 from tests.support.drafting import as_on_a_gpu, assert_same, generate, row
 from tests.support.tiny import CAUSAL
-from tests.support.tokenizers import of_characters, of_words
+from tests.support.word_tokenizer import of_characters, of_words
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
