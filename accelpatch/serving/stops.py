@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import StoppingCriteria
+
+CHARACTER = 4  # bytes of a character, and tokens
 
 
 class Cut:
@@ -60,19 +61,25 @@ class Watch(StoppingCriteria):
     """Whether the tokens of an answer have come to a stop text; also as a criterion of generate() for one prompt.
 
     transformers' own criterion looks at each token of the vocabulary before the first answer, and misses texts in
-    vocabularies of bytes. tokenizer: a fast one.
+    vocabularies of bytes; tokenizers' DecodeStream raises for bytes that are no UTF-8. tokenizer: a fast one.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]):
         self._cut, self._tokenizer = Cut(stops), tokenizer._tokenizer
-        self._stream = DecodeStream([], skip_special_tokens=True)
+        self._ids, self._read = list[int](), 0  # the last ids, of which the text of the first ones was looked at
 
     def over(self, token: int) -> bool:
         """Whether the answer ends with this token."""
-        piece = self._stream.step(self._tokenizer, token)
-        if piece is not None:
-            self._cut.add(piece)
+        self._ids.append(token)
+        before, now = self._text(self._ids[: self._read]), self._text(self._ids)
+        if len(now) > len(before) and (not now.endswith("\ufffd") or len(self._ids) - self._read > CHARACTER):
+            self._cut.add(now[len(before) :])
+            self._ids, self._read = self._ids[self._read :], len(self._ids) - self._read
         return self._cut.ended
+
+    def _text(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         return torch.tensor([self.over(int(input_ids[0, -1]))], device=input_ids.device)

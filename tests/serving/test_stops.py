@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
-from accelpatch.serving.stops import Cut, CutQueue, cut
+from accelpatch.serving.stops import Cut, CutQueue, Watch, cut
 from tests.support.serving import MESSAGES, NAME, Running
 
 CASES = [
@@ -63,3 +66,19 @@ def test_answers(server: Running, more: dict[str, Any]) -> None:
     assert "".join(one.choices[0].delta.content or "" for one in chunks) == due
     assert [whole.choices[0].finish_reason, chunks[-1].choices[0].finish_reason] == ["stop", "stop"]
     assert whole.usage.completion_tokens == chunks[-1].usage.completion_tokens < 40
+
+
+def test_bytes_that_are_no_text() -> None:
+    """A token for each byte, in which a model may write anything: the stop text after it is seen."""
+    vocabulary = {"<unk>": 0, "end": 1, "▁": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(parts)
+    draw = random.Random(0)
+    for length in range(100):
+        ids = [2 + draw.choice([0, *range(129, 257)]) for _ in range(length)] + [2, 1]
+        watch = Watch(SimpleNamespace(_tokenizer=made), ["end"])
+        assert [watch.over(one) for one in ids] == [False] * (length + 1) + [True]
+    watch = Watch(SimpleNamespace(_tokenizer=made), ["\u00e9 end"])
+    ids = [*(3 + byte for byte in "a \u00e9".encode()), 2, 1]
+    assert [watch.over(one) for one in ids] == [False] * 5 + [True]

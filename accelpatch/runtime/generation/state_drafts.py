@@ -25,7 +25,10 @@ FEW = 2  # tokens of a check without draft tokens
 
 
 def from_states(config: Any, assistant: Any) -> str | None:
-    """`MTP heads` or `DFlash`, where a call of generate() asks for them; else None."""
+    """`MTP heads` or `DFlash`, where a call of generate() asks for them; else None. An early exit and a prompt lookup
+    go before them, as in transformers."""
+    if config.assistant_early_exit is not None or config.prompt_lookup_num_tokens is not None:
+        return None
     if getattr(config, "use_mtp", False):
         return "MTP heads"
     return "DFlash" if getattr(config, "speculation_type", None) == "dflash" and assistant is not None else None

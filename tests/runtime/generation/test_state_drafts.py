@@ -167,3 +167,10 @@ def test_what_runs_transformers_own_loop(monkeypatch: pytest.MonkeyPatch) -> Non
     assert DRAFTED not in counts(model)
     with pytest.raises(ValueError, match="num_mtp_layers"):
         generate(model, row(), use_mtp=True)
+
+
+def test_a_prompt_lookup_goes_before_mtp_heads(checkpoint: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_a_gpu(monkeypatch)
+    model = accelpatch.patch(with_mtp_heads(*checkpoint), "exact", verify=False)
+    due = generate(model, row(30)).sequences
+    assert torch.equal(generate(model, row(30), use_mtp=True, prompt_lookup_num_tokens=3).sequences, due)
