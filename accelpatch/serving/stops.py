@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria
 
-CHARACTER = 4  # bytes of a character, and tokens
-
 
 class Cut:
     """Text that comes in pieces, up to the first stop text. ended: whether one was seen."""
@@ -57,29 +55,47 @@ def cut(text: str, stops: Sequence[str]) -> str:
     return piece.add(text) + piece.rest()
 
 
+class Pieces:
+    """The text of tokens that come one by one, as tokenizers' DecodeStream gives it, which raises for some bytes that
+    are no UTF-8 (vocabularies with a token for each byte, as Llama 2's)."""
+
+    def __init__(self, skip_special_tokens: bool = True):
+        self._skipping = skip_special_tokens
+        self._ids, self._read = list[int](), 0  # the last ids, of which the text of the first ones was given
+
+    def step(self, tokenizer: Any, token: int) -> str | None:
+        """What a token adds; None where it ends within a character. tokenizer: of the library tokenizers."""
+        self._ids.append(token)
+        before, now = (tokenizer.decode(ids, self._skipping) for ids in (self._ids[: self._read], self._ids))
+        if len(now) <= len(before) or now.endswith("\ufffd"):
+            return None
+        self._ids, self._read = self._ids[self._read :], len(self._ids) - self._read
+        piece: str = now[len(before) :]
+        return piece
+
+    @classmethod
+    def of_streamer(cls, streamer: Any) -> None:
+        """One of transformers' streamers takes its pieces from here."""
+        if hasattr(streamer, "_decode_stream"):
+            streamer._decode_stream = cls(getattr(streamer, "_parser", None) is None)
+
+
 class Watch(StoppingCriteria):
     """Whether the tokens of an answer have come to a stop text; also as a criterion of generate() for one prompt.
 
     transformers' own criterion looks at each token of the vocabulary before the first answer, and misses texts in
-    vocabularies of bytes; tokenizers' DecodeStream raises for bytes that are no UTF-8. tokenizer: a fast one.
+    vocabularies of bytes. tokenizer: a fast one.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]):
-        self._cut, self._tokenizer = Cut(stops), tokenizer._tokenizer
-        self._ids, self._read = list[int](), 0  # the last ids, of which the text of the first ones was looked at
+        self._cut, self._tokenizer, self._pieces = Cut(stops), tokenizer._tokenizer, Pieces()
 
     def over(self, token: int) -> bool:
         """Whether the answer ends with this token."""
-        self._ids.append(token)
-        before, now = self._text(self._ids[: self._read]), self._text(self._ids)
-        if len(now) > len(before) and (not now.endswith("\ufffd") or len(self._ids) - self._read > CHARACTER):
-            self._cut.add(now[len(before) :])
-            self._ids, self._read = self._ids[self._read :], len(self._ids) - self._read
+        piece = self._pieces.step(self._tokenizer, token)
+        if piece is not None:
+            self._cut.add(piece)
         return self._cut.ended
-
-    def _text(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return text
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         return torch.tensor([self.over(int(input_ids[0, -1]))], device=input_ids.device)

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
+from tokenizers.decoders import DecodeStream
+from transformers.cli.serving import utils
 
-from accelpatch.serving.stops import Cut, CutQueue, Watch, cut
+from accelpatch.serving.stops import Cut, CutQueue, Pieces, Watch, cut
 from tests.support.serving import MESSAGES, NAME, Running
 
 CASES = [
@@ -82,3 +84,34 @@ def test_bytes_that_are_no_text() -> None:
     watch = Watch(SimpleNamespace(_tokenizer=made), ["\u00e9 end"])
     ids = [*(3 + byte for byte in "a \u00e9".encode()), 2, 1]
     assert [watch.over(one) for one in ids] == [False] * 5 + [True]
+
+
+def test_pieces_of_text_are_those_of_tokenizers(server: Running) -> None:
+    """Of any bytes, where it has some."""
+    inner, draw = server.tokenizer._tokenizer, random.Random(0)
+    for _ in range(20):
+        mine, theirs = Pieces(), DecodeStream([], skip_special_tokens=True)
+        for _ in range(40):
+            token = draw.randrange(inner.get_vocab_size())
+            assert mine.step(inner, token) == theirs.step(inner, token)
+
+
+def test_a_stream_goes_on_behind_bytes(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Raising:
+        def step(self, *_: Any) -> None:
+            raise Exception("Invalid prefix encountered while decoding stream")
+
+    plain = utils.DirectStreamer.__init__
+
+    def begun(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        self._decode_stream = Raising()
+
+    monkeypatch.setattr(utils.DirectStreamer, "__init__", begun)
+    asked: Any = {"model": NAME, "messages": MESSAGES, "max_tokens": 40, "temperature": 0}
+    with server.client() as client:
+        text = client.chat.completions.create(**asked).choices[0].message.content
+        chunks = list(client.chat.completions.create(stream=True, **asked))
+    found = "".join(one.choices[0].delta.content or "" for one in chunks)
+    assert len(found) > 20
+    assert text.startswith(found)
