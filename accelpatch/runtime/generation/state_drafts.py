@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelpatch.fusion.cache_name import CACHE
 from accelpatch.report import NO_DRAFTS
 from accelpatch.runtime.generation.drafted_loop import Checked
 from accelpatch.runtime.generation.drafter import PacedDrafter
@@ -43,6 +44,8 @@ def states_why_not(config: Any, kwargs: dict[str, Any], form: str, fused: bool) 
         return "a prompt in parts has the hidden states of its last part alone"
     if kwargs.get("inputs_embeds") is not None:
         return "embeddings in place of ids"
+    if (cache := kwargs.get(CACHE)) is not None and int(cache.get_seq_length()):
+        return "the cache holds tokens whose hidden states are not known"
     return None if fused or form == "float" else "modules over a KV cache in 8 bits"
 
 
