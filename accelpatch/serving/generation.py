@@ -22,7 +22,7 @@ from transformers.cli.serving.utils import GenerateManager, GenerationState
 from accelpatch.errors import FOREIGN
 from accelpatch.serving.batch import Batch
 from accelpatch.serving.limits import Limits
-from accelpatch.serving.stops import CutQueue, Watch, cut, taken_from
+from accelpatch.serving.stops import CutQueue, Pieces, Watch, cut, taken_from
 from accelpatch.serving.ticket import CURRENT, HungUp, Ticket, TimeOver
 
 
@@ -50,6 +50,7 @@ class Watched:
 
     def __init__(self, ticket: Ticket, inner: Any):
         self._ticket, self._inner, self._prompt = ticket, inner, True
+        Pieces.of_streamer(inner)
 
     def put(self, value: torch.Tensor) -> None:
         self._ticket.check()

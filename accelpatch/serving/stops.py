@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import StoppingCriteria
 
@@ -56,6 +55,31 @@ def cut(text: str, stops: Sequence[str]) -> str:
     return piece.add(text) + piece.rest()
 
 
+class Pieces:
+    """The text of tokens that come one by one, as tokenizers' DecodeStream gives it, which raises for some bytes that
+    are no UTF-8 (vocabularies with a token for each byte, as Llama 2's)."""
+
+    def __init__(self, skip_special_tokens: bool = True):
+        self._skipping = skip_special_tokens
+        self._ids, self._read = list[int](), 0  # the last ids, of which the text of the first ones was given
+
+    def step(self, tokenizer: Any, token: int) -> str | None:
+        """What a token adds; None where it ends within a character. tokenizer: of the library tokenizers."""
+        self._ids.append(token)
+        before, now = (tokenizer.decode(ids, self._skipping) for ids in (self._ids[: self._read], self._ids))
+        if len(now) <= len(before) or now.endswith("\ufffd"):
+            return None
+        self._ids, self._read = self._ids[self._read :], len(self._ids) - self._read
+        piece: str = now[len(before) :]
+        return piece
+
+    @classmethod
+    def of_streamer(cls, streamer: Any) -> None:
+        """One of transformers' streamers takes its pieces from here."""
+        if hasattr(streamer, "_decode_stream"):
+            streamer._decode_stream = cls(getattr(streamer, "_parser", None) is None)
+
+
 class Watch(StoppingCriteria):
     """Whether the tokens of an answer have come to a stop text; also as a criterion of generate() for one prompt.
 
@@ -64,12 +88,11 @@ class Watch(StoppingCriteria):
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]):
-        self._cut, self._tokenizer = Cut(stops), tokenizer._tokenizer
-        self._stream = DecodeStream([], skip_special_tokens=True)
+        self._cut, self._tokenizer, self._pieces = Cut(stops), tokenizer._tokenizer, Pieces()
 
     def over(self, token: int) -> bool:
         """Whether the answer ends with this token."""
-        piece = self._stream.step(self._tokenizer, token)
+        piece = self._pieces.step(self._tokenizer, token)
         if piece is not None:
             self._cut.add(piece)
         return self._cut.ended

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.decoders import DecodeStream
+from transformers.cli.serving import utils
 
-from accelpatch.serving.stops import Cut, CutQueue, cut
+from accelpatch.serving.stops import Cut, CutQueue, Pieces, Watch, cut
 from tests.support.serving import MESSAGES, NAME, Running
 
 CASES = [
@@ -63,3 +68,50 @@ def test_answers(server: Running, more: dict[str, Any]) -> None:
     assert "".join(one.choices[0].delta.content or "" for one in chunks) == due
     assert [whole.choices[0].finish_reason, chunks[-1].choices[0].finish_reason] == ["stop", "stop"]
     assert whole.usage.completion_tokens == chunks[-1].usage.completion_tokens < 40
+
+
+def test_bytes_that_are_no_text() -> None:
+    """A token for each byte, in which a model may write anything: the stop text after it is seen."""
+    vocabulary = {"<unk>": 0, "end": 1, "▁": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(parts)
+    draw = random.Random(0)
+    for length in range(100):
+        ids = [2 + draw.choice([0, *range(129, 257)]) for _ in range(length)] + [2, 1]
+        watch = Watch(SimpleNamespace(_tokenizer=made), ["end"])
+        assert [watch.over(one) for one in ids] == [False] * (length + 1) + [True]
+    watch = Watch(SimpleNamespace(_tokenizer=made), ["\u00e9 end"])
+    ids = [*(3 + byte for byte in "a \u00e9".encode()), 2, 1]
+    assert [watch.over(one) for one in ids] == [False] * 5 + [True]
+
+
+def test_pieces_of_text_are_those_of_tokenizers(server: Running) -> None:
+    """Of any bytes, where it has some."""
+    inner, draw = server.tokenizer._tokenizer, random.Random(0)
+    for _ in range(20):
+        mine, theirs = Pieces(), DecodeStream([], skip_special_tokens=True)
+        for _ in range(40):
+            token = draw.randrange(inner.get_vocab_size())
+            assert mine.step(inner, token) == theirs.step(inner, token)
+
+
+def test_a_stream_goes_on_behind_bytes(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Raising:
+        def step(self, *_: Any) -> None:
+            raise Exception("Invalid prefix encountered while decoding stream")
+
+    plain = utils.DirectStreamer.__init__
+
+    def begun(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        self._decode_stream = Raising()
+
+    monkeypatch.setattr(utils.DirectStreamer, "__init__", begun)
+    asked: Any = {"model": NAME, "messages": MESSAGES, "max_tokens": 40, "temperature": 0}
+    with server.client() as client:
+        text = client.chat.completions.create(**asked).choices[0].message.content
+        chunks = list(client.chat.completions.create(stream=True, **asked))
+    found = "".join(one.choices[0].delta.content or "" for one in chunks)
+    assert len(found) > 20
+    assert text.startswith(found)

@@ -106,12 +106,12 @@ def candidate_generator(
         assistant_tokenizer=extra.get("assistant_tokenizer"), model_kwargs=kwargs,
     )  # fmt: skip
     if hasattr(made, "num_output_tokens"):
-        ends = made.eos_token_id
-        if not processors:  # the text is looked through on the host
-            made.logits_processor, ends = None, ends.cpu() if isinstance(ends, Tensor) else ends
+        # The text is looked through on the host. Processors would only sort out what the check rejects, and those that
+        # keep a state of their own, as of guidance_scale, would take candidates for tokens of the text.
+        ends, made.logits_processor = made.eos_token_id, None
         if ends is None:  # old versions of transformers want some
-            ends = torch.empty(0, dtype=torch.int64, device=ids.device if processors else "cpu")
-        made.eos_token_id = ends
+            ends = torch.empty(0, dtype=torch.int64)
+        made.eos_token_id = ends.cpu() if isinstance(ends, Tensor) else ends
     return made
 
 

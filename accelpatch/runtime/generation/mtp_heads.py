@@ -19,13 +19,21 @@ OURS = __name__.partition(".")[0] + "."
 
 
 class _AsItCame:
-    """A patched model, whose last layer has the classes that it came with."""
+    """A patched model, whose last layer has the classes that it came with; what its heads share with it has no weights,
+    which are tied later: those of a quantised head have names that no checkpoint has."""
 
     def __init__(self, model: Any):
         self._model = model
+        config = model.config.get_text_config(decoder=True)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
+        self._embedding = torch.nn.Embedding(config.vocab_size, config.hidden_size, device="meta")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+    def get_input_embeddings(self) -> Any:
+        """Without weights, as the head."""
+        return self._embedding
 
     def get_decoder(self) -> Any:
         """What MTP heads are made after: the last layer, with weights on no device, and the rotary embedding."""
@@ -68,7 +76,7 @@ def mtp_generator(model: Any, runtime: Any, config: Any, processors: Any) -> Any
         known = MTPCandidateGenerator(main, config, {}, processors)
         runtime.heads = known
     made: Any = copy.copy(known)
-    made.mtp_model.tie_with_main_model(main)
+    made.mtp_model.tie_with_main_model(model)
     made.mtp_cache = type(known.mtp_cache)(config=model.config.get_mtp_config())
     made.mtp_cache.activate_past_recording()
     made.do_sample, made.logits_processor, made.is_main_model_prefill = config.do_sample, processors, True

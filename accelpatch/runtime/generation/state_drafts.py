@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelpatch.fusion.cache_name import CACHE
 from accelpatch.report import NO_DRAFTS
 from accelpatch.runtime.generation.drafted_loop import Checked
 from accelpatch.runtime.generation.drafter import PacedDrafter
@@ -25,7 +26,10 @@ FEW = 2  # tokens of a check without draft tokens
 
 
 def from_states(config: Any, assistant: Any) -> str | None:
-    """`MTP heads` or `DFlash`, where a call of generate() asks for them; else None."""
+    """`MTP heads` or `DFlash`, where a call of generate() asks for them; else None. An early exit and a prompt lookup
+    go before them, as in transformers."""
+    if config.assistant_early_exit is not None or config.prompt_lookup_num_tokens is not None:
+        return None
     if getattr(config, "use_mtp", False):
         return "MTP heads"
     return "DFlash" if getattr(config, "speculation_type", None) == "dflash" and assistant is not None else None
@@ -40,6 +44,8 @@ def states_why_not(config: Any, kwargs: dict[str, Any], form: str, fused: bool) 
         return "a prompt in parts has the hidden states of its last part alone"
     if kwargs.get("inputs_embeds") is not None:
         return "embeddings in place of ids"
+    if (cache := kwargs.get(CACHE)) is not None and int(cache.get_seq_length()):
+        return "the cache holds tokens whose hidden states are not known"
     return None if fused or form == "float" else "modules over a KV cache in 8 bits"
 
 

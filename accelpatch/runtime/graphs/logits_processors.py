@@ -68,6 +68,7 @@ class ForcedIds(SuppressedIds):
         for one in self._ids.tolist():
             if not -vocabulary <= one < vocabulary:
                 raise IndexError(f"the forced id {one} is outside a vocabulary of {vocabulary}: ask for another one")
+        self._ids = self._ids.remainder(vocabulary)  # -1 is the last one
         super().begin(tables, batch, cached)
 
     def scores(self, tables: Tables, slot: Tensor, scores: Tensor) -> Tensor:

@@ -72,6 +72,15 @@ def test_prompt_lookup(way: str, steps: str, monkeypatch: pytest.MonkeyPatch) ->
     assert not [path for path in counts(model) if path.startswith((NONE, "stock loop"))]
 
 
+def test_candidates_are_no_text_of_a_processor(steps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that keeps a cache of its own, of the tokens that it was called with."""
+    paced(monkeypatch)
+    model = target()
+    due = generate(model, row(12), max_new_tokens=30, guidance_scale=1.5)
+    assert_same(generate(model, row(12), max_new_tokens=30, guidance_scale=1.5, prompt_lookup_num_tokens=4), due)
+    assert counts(model)[DRAFTED] > 3
+
+
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_prompt_lookup_over_a_cache_in_8_bits(form: str, steps: str, monkeypatch: pytest.MonkeyPatch) -> None:
     paced(monkeypatch)

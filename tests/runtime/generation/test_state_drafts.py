@@ -167,3 +167,33 @@ def test_what_runs_transformers_own_loop(monkeypatch: pytest.MonkeyPatch) -> Non
     assert DRAFTED not in counts(model)
     with pytest.raises(ValueError, match="num_mtp_layers"):
         generate(model, row(), use_mtp=True)
+
+
+def test_a_prompt_lookup_goes_before_mtp_heads(checkpoint: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_a_gpu(monkeypatch)
+    model = accelpatch.patch(with_mtp_heads(*checkpoint), "exact", verify=False)
+    due = generate(model, row(30)).sequences
+    assert torch.equal(generate(model, row(30), use_mtp=True, prompt_lookup_num_tokens=3).sequences, due)
+
+
+@pytest.mark.parametrize("gpu", [True, False], ids=["captured", "transformers' own loop"])
+def test_heads_beside_a_quantised_head(
+    gpu: bool, checkpoint: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if gpu:
+        as_on_a_gpu(monkeypatch)
+    model = accelpatch.patch(with_mtp_heads(*checkpoint), "int8", verify=False)
+    due = generate(model, row(30)).sequences
+    for _ in range(2):
+        assert torch.equal(generate(model, row(30), use_mtp=True).sequences, due)
+
+
+def test_a_cache_that_holds_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_a_gpu(monkeypatch)
+    model = target()
+    given = {"assistant_model": dflash_assistant(model.config), "speculation_type": "dflash"}
+    first = generate(model, row(9), **given)
+    ids = torch.cat([first.sequences, row(1)], 1)
+    due = generate(model, ids).sequences
+    assert torch.equal(generate(model, ids, past_key_values=first.past_key_values, **given).sequences, due)
+    assert loops(model) == [f"{NONE}the cache holds tokens whose hidden states are not known"]
