@@ -184,6 +184,14 @@ def test_small_sizes_of_a_decode_steps_attention(topic: str, tmp_path: Path, mon
     assert 0 < max(sizes) < 2_000_000
 
 
+def test_small_checkpoints_of_others(tmp_path: Path) -> None:
+    """Every format's groups divide the widths of --tiny."""
+    words = ["--tiny", "--cases", "gptq", "fp8 blocks", "--new", "4", "--repeats", "1"]
+    assert run("bench.py", "foreign", *words, "--json", str(tmp_path / "found.json")) == 0
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [row["engine"] for row in rows] == ["int4, own", "gptq", "fp8 blocks"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 @pytest.mark.parametrize(
     "words, said",

@@ -23,7 +23,17 @@ from torch import Tensor
 import accelpatch
 from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.recipe import recipe
-from scripts.benchmarks.engines import Engine, among_the_best, freed, introduce, patched, random_model, stock, turns
+from scripts.benchmarks.engines import (
+    Engine,
+    among_the_best,
+    freed,
+    introduce,
+    patched,
+    random_model,
+    shaped,
+    stock,
+    turns,
+)
 from scripts.benchmarks.harness import TINY, Case, Option, cases, common
 from scripts.benchmarks.rates import Rates
 
@@ -49,6 +59,13 @@ OPTIONS = (
     Option("layers", None, "Fewer layers than the model has.", kind=int),
     Option("bitsandbytes", False, "Time bitsandbytes' own nf4 too."), Option("new", 128, "New tokens."), TINY,
 )  # fmt: skip
+SMALL = {  # --tiny: every format's groups divide these widths
+    "class": "LlamaForCausalLM",
+    "config": {
+        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    },
+}  # fmt: skip
 RECIPE = """
 name: own
 extends: exact
@@ -124,7 +141,7 @@ def parts_of(kind: str, path: str, n: int, k: int, generator: torch.Generator) -
 
 def engines(asked: argparse.Namespace, folder: Path) -> list[Engine]:
     """Own int4, each checkpoint as it is loaded, and bitsandbytes' own nf4."""
-    base = random_model(asked, endless=False)
+    base = shaped(SMALL, asked) if asked.tiny else random_model(asked, endless=False)
     base.model.layers = base.model.layers[: asked.layers]
     base.config.num_hidden_layers = len(base.model.layers)
     if getattr(base.config, "layer_types", None):
