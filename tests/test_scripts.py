@@ -184,6 +184,18 @@ def test_small_sizes_of_a_decode_steps_attention(topic: str, tmp_path: Path, mon
     assert 0 < max(sizes) < 2_000_000
 
 
+def test_small_sizes_of_prompt_lookup_and_of_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("bench.py", "lookup", "--tiny", "--recipes", "int8", "--cases", "copying", "--repeats", "1") == 0
+    monkeypatch.syspath_prepend(str(ROOT))
+    from scripts.benchmarks import preparation
+
+    monkeypatch.setattr(preparation, "find_spec", lambda name: None)
+    assert run("bench.py", "train", "--tiny", "--engines", "bitsandbytes") == 0
+    assert "bitsandbytes is not installed: left out" in capsys.readouterr().out
+
+
 def test_small_checkpoints_of_others(tmp_path: Path) -> None:
     """Every format's groups divide the widths of --tiny."""
     words = ["--tiny", "--cases", "gptq", "fp8 blocks", "--new", "4", "--repeats", "1"]
