@@ -47,6 +47,7 @@ TOPICS = {
     "cpu": "Time this CPU through generate(), beside llama.cpp.",
 }
 
+ON_GPUS = ("gemv", "gemm_search", "tensor_parallel")  # which have no --device
 
 #: topic -> its module, where that has another name
 MODULES = dict.fromkeys(("smoothquant", "fp8", "prompt", "opt", "families"), "recipes")
@@ -82,6 +83,19 @@ def arguments(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def needs_gpu(asked: argparse.Namespace) -> bool:
+    """Whether a topic is to run on a GPU: by its --device, or since it has none."""
+    if getattr(asked, "tiny", False):
+        return False
+    return asked.topic in ON_GPUS or str(getattr(asked, "device", "cpu")).startswith("cuda")
+
+
+def elsewhere(asked: argparse.Namespace) -> str:
+    """What to do without one."""
+    small = ", or --tiny to try it with small sizes" if hasattr(asked, "tiny") else ""
+    return f"give --device cpu{small}" if hasattr(asked, "device") else small.removeprefix(", or ") or "it needs one"
+
+
 def main() -> None:
     """Say where and when, then measure, print, and write what was asked for."""
     asked = arguments(sys.argv[1:])
@@ -89,6 +103,8 @@ def main() -> None:
 
     if getattr(asked, "tiny", False) and hasattr(asked, "device"):
         asked.device, asked.dtype = "cpu", "float32"
+    if needs_gpu(asked) and not harness.torch.cuda.is_available():
+        sys.exit(f"bench.py {asked.topic}: torch sees no GPU here; {elsewhere(asked)}")
     run = harness.facts(asked)
     if not getattr(asked, "child", None):
         print(harness.said(run), flush=True)

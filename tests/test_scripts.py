@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "scripts"
@@ -169,6 +170,51 @@ def test_attention_is_timed_on_a_cpu_too(
     rates = [one["tflops"] for one in found["figures"]]
     assert all(one.keys() == {"sdpa", "eager"} and min(one.values()) > 0 for one in rates)
     assert drawn.is_file() == bool(find_spec("matplotlib"))
+
+
+@pytest.mark.parametrize("topic", ["attention", "kv_cache"])
+def test_small_sizes_of_a_decode_steps_attention(topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from scripts.benchmarks import attention
+
+    sizes: list[int] = []
+    monkeypatch.setattr(attention.Caches, "timed", lambda self, work: (sizes.append(self.bytes) or 1.0, 0.0))
+    monkeypatch.setattr(attention.Caches, "alone", lambda self: 1.0)
+    assert run("bench.py", topic, "--tiny", "--json", str(tmp_path / "found.json")) == 0
+    assert 0 < max(sizes) < 2_000_000
+
+
+def test_small_sizes_of_prompt_lookup_and_of_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("bench.py", "lookup", "--tiny", "--recipes", "int8", "--cases", "copying", "--repeats", "1") == 0
+    monkeypatch.syspath_prepend(str(ROOT))
+    from scripts.benchmarks import preparation
+
+    monkeypatch.setattr(preparation, "find_spec", lambda name: None)
+    assert run("bench.py", "train", "--tiny", "--engines", "bitsandbytes") == 0
+    assert "bitsandbytes is not installed: left out" in capsys.readouterr().out
+
+
+def test_small_checkpoints_of_others(tmp_path: Path) -> None:
+    """Every format's groups divide the widths of --tiny."""
+    words = ["--tiny", "--cases", "gptq", "fp8 blocks", "--new", "4", "--repeats", "1"]
+    assert run("bench.py", "foreign", *words, "--json", str(tmp_path / "found.json")) == 0
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [row["engine"] for row in rows] == ["int4, own", "gptq", "fp8 blocks"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("generate",), "give --device cpu, or --tiny"), (("checkpoint", "--device", "cuda:1"), "give --device cpu"),
+        (("gemm_search",), "it needs one"), (("tensor_parallel",), "--tiny to try it"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_benchmark_without_its_gpu_says_so(words: tuple[str, ...], said: str) -> None:
+    assert re.search(f"sees no GPU here; {said}", str(run("bench.py", *words)))
 
 
 def test_a_benchmark_of_an_unknown_implementation_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

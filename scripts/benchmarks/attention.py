@@ -122,6 +122,8 @@ class Caches:
 def attention(asked: argparse.Namespace) -> Found:
     """A row for each combination. Ratios are torch's time over ours."""
     torch.manual_seed(0)
+    if asked.tiny:
+        asked.batches, asked.contexts, asked.heads, asked.kv_heads = [1, 2], [64, 256], 4, [4, 2]
     limit = asked.limit * 1e12 if asked.limit else read_limit(torch.device(asked.device)).bytes_per_second
     printed = Table(f"{DTYPE}, read limit {limit / 1e12:.3f} TB/s, median of {asked.repeats} replays")
     for batch, kv_heads, context in itertools.product(asked.batches, asked.kv_heads, asked.contexts):
@@ -144,6 +146,8 @@ def attention(asked: argparse.Namespace) -> Found:
 
 def kv_cache(asked: argparse.Namespace) -> Found:
     """The kernel alone, in each case and format, and captured steps of the model."""
+    if asked.tiny:
+        asked.cases, asked.heads, asked.kv_heads = ["1x256", "2x64"], 4, 4
     printed = Table("decode attention, a layer")
     for case in asked.cases:
         plain = 0.0

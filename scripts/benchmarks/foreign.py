@@ -23,7 +23,17 @@ from torch import Tensor
 import accelpatch
 from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.recipe import recipe
-from scripts.benchmarks.engines import Engine, among_the_best, freed, introduce, patched, random_model, stock, turns
+from scripts.benchmarks.engines import (
+    Engine,
+    among_the_best,
+    freed,
+    introduce,
+    patched,
+    random_model,
+    shaped,
+    stock,
+    turns,
+)
 from scripts.benchmarks.harness import TINY, Case, Option, cases, common
 from scripts.benchmarks.rates import Rates
 
@@ -51,6 +61,13 @@ OPTIONS = (
     Option("batch", [1], "Sequences at once."),
     Option("bitsandbytes", False, "Time bitsandbytes' own nf4 too."), Option("new", 128, "New tokens."), TINY,
 )  # fmt: skip
+SMALL = {  # --tiny: every format's groups divide these widths
+    "class": "LlamaForCausalLM",
+    "config": {
+        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    },
+}  # fmt: skip
 RECIPE = """
 name: own
 extends: exact
@@ -127,7 +144,7 @@ def parts_of(kind: str, path: str, n: int, k: int, generator: torch.Generator) -
 
 def model_of(asked: argparse.Namespace) -> Any:
     """The model in floats, of as many layers as are asked for."""
-    base = random_model(asked, endless=False)
+    base = shaped(SMALL, asked) if asked.tiny else random_model(asked, endless=False)
     base.model.layers = base.model.layers[: asked.layers]
     base.config.num_hidden_layers = len(base.model.layers)
     if getattr(base.config, "layer_types", None):

@@ -13,6 +13,7 @@ import tempfile
 import timeit
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,9 @@ def train(asked: argparse.Namespace) -> Found:
     """A row for each engine and case; each engine has its model anew, so that the memory is its own."""
     device, printed = torch.device(asked.device), Table(f"{asked.model}, LoRA of rank 16, gradient checkpointing")
     for engine in asked.engines:
+        if engine == "bitsandbytes" and find_spec(engine) is None:
+            print(f"{engine} is not installed: left out", flush=True)
+            continue
         model = random_model(asked)
         if engine != "bf16":
             model = in_bitsandbytes(model) if engine == "bitsandbytes" else accelpatch.patch(model, engine)

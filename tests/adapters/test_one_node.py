@@ -157,3 +157,26 @@ def test_the_node_in_bfloat16() -> None:
     for one, due in zip(*found, strict=True):
         assert one.dtype == torch.bfloat16
         assert float((one.double() - due).norm()) < 0.01 * float(due.norm())
+
+
+@pytest.mark.parametrize("factor", [0, 1], ids=["down", "up"])
+def test_second_derivatives_where_no_gradient_goes_through_the_weight(factor: int, nodes: list[Any]) -> None:
+    """As of the last layer of a model: they go through what the node keeps of its arguments."""
+    torch.manual_seed(0)
+    model: Any = patch_to(CAUSAL["llama"].make(num_hidden_layers=1), "int8")
+    wrapped = peft.get_peft_model(model, config(target_modules=["q_proj"])).train()
+    layer: Any = next(one for one in wrapped.modules() if isinstance(one, adapted_linear.AdaptsLinear))
+    factors = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+    nn.init.normal_(factors[1])
+    x = torch.randn(3, layer.in_features)
+
+    def second() -> list[Tensor]:
+        made = torch.autograd.grad(layer(x).tanh().sum(), factors, create_graph=True)
+        return list(torch.autograd.grad(made[factor].pow(2).sum(), factors))
+
+    found = second()
+    assert nodes
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(adapted_linear, "_only", lambda module: None)
+        due = second()
+    torch.testing.assert_close(found, due, rtol=1e-4, atol=1e-5)

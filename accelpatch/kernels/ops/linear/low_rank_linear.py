@@ -60,25 +60,27 @@ class _LowRank(torch.autograd.Function):
         flat, first, second = x.reshape(-1, x.shape[-1]), down.to(x.dtype), up.to(x.dtype)
         low = flat @ first.t()
         y.view(-1, y.shape[-1]).addmm_(low, second.t(), alpha=scaling)
-        ctx.save_for_backward(flat, low, first, second, *(one for one in held if isinstance(one, Tensor)))
+        tensors = (one for one in held if isinstance(one, Tensor))
+        ctx.save_for_backward(x, down, up, low, first, second, *tensors)
         ctx.rest = (scaling, operation, [None if isinstance(one, Tensor) else (one,) for one in held])
-        ctx.form = (x.shape, down.dtype, up.dtype)
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        flat, low, first, second, *tensors = ctx.saved_tensors
+        x, down, up, low, first, second, *tensors = ctx.saved_tensors
         scaling, operation, rest = ctx.rest
-        shape, *dtypes = ctx.form
-        (dy,) = gradients
+        (dy,), flat = gradients, x.reshape(-1, x.shape[-1])
+        if torch.is_grad_enabled():  # a second derivative goes through what follows from the arguments
+            first, second = down.to(x.dtype), up.to(x.dtype)
+            low = flat @ first.t()
         given = iter(tensors)
         held = tuple(next(given) if one is None else one[0] for one in rest)
         wide = dy.reshape(-1, dy.shape[-1])
         of_low = _scaled(wide, second, scaling)
         dx = None
         if ctx.needs_input_grad[0]:
-            made = operation.input_gradient(dy, (None, *held)).view(-1, shape[-1])
-            dx = torch.addmm(made, of_low, first).view(shape)
-        of_first = (of_low.t() @ flat).to(dtypes[0]) if ctx.needs_input_grad[1] else None
-        of_second = _scaled(wide.t(), low, scaling).to(dtypes[1]) if ctx.needs_input_grad[2] else None
+            made = operation.input_gradient(dy, (None, *held)).view(-1, x.shape[-1])
+            dx = torch.addmm(made, of_low, first).view(x.shape)
+        of_first = (of_low.t() @ flat).to(down.dtype) if ctx.needs_input_grad[1] else None
+        of_second = _scaled(wide.t(), low, scaling).to(up.dtype) if ctx.needs_input_grad[2] else None
         return dx, of_first, of_second, None, None, None
