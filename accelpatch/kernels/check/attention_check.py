@@ -57,7 +57,7 @@ STEPS: Mapping[str, Step] = {
     "wide-heads": Step(4, 2, 256, 511, 517, window=100),
     "long": Step(8, 8, 128, 1500, 1507, tokens=2, padding=700, rows=5),
     "rows-of-many-lengths": Step(4, 2, 64, 700, 710, padding=20, rows=4, apart=250),
-    "sinks": Step(8, 2, 64, 700, 707, tokens=2, padding=20, window=128, sinks=True),
+    "sinks": Step(8, 2, 64, 700, 707, tokens=2, padding=600, window=128, sinks=True),
 }
 
 
