@@ -33,6 +33,7 @@ def write_mtp_heads(folder: Path, heads: int) -> None:
     _weaken(model.model.layers)
     model.save_pretrained(folder)
     made = MtpModel(model, heads)
+    made.apply(model._init_weights)  # routers and experts are made of memory as it is
     _weaken([layer.mtp_block for layer in made.layers])
     with torch.no_grad():
         for layer in made.layers:
