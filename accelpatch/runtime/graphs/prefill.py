@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelpatch.errors import FOREIGN, KernelError
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.decoder import layers_of
 from accelpatch.fusion.fused_model import FusedModel
@@ -65,7 +66,7 @@ class ShortPrompt:
             if self._graph is None and self._capture is not None:
                 try:
                     self._graph = self._capture(self._run)
-                except Exception:  # noqa: BLE001  the same program ran before; what it raises itself, it raises below
+                except (*FOREIGN, KernelError):  # a graph cannot hold it; the program's own errors come below
                     self._capture = None
             if self._graph is None:
                 self._run()

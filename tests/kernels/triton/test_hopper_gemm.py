@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from accelpatch.device import KNOWN, probe
 from accelpatch.errors import KernelError
@@ -17,9 +16,9 @@ from accelpatch.kernels import choice, dispatch
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.ops.linear import int8_linear, tiled_int4_linear
 from accelpatch.kernels.triton import launch
-from accelpatch.quant import int4
 from tests.support.interpreted import DEVICE, HERE, INTERPRETED, _anywhere, interpret, needs_triton  # noqa: F401
 from tests.support.parity import assert_parity, bits, name
+from tests.support.weight_only_operands import int4_args, int8_args
 
 pytestmark = needs_triton
 ABLE = INTERPRETED or (HERE and launch.no_wgmma(probe(DEVICE)) is None)
@@ -35,30 +34,6 @@ SHAPES = ((100, 256), (65, 1152))  # [N, K]
 @pytest.mark.skipif(HERE, reason="the tests below run as they are")
 def test_through_the_interpreter() -> None:
     interpret(__file__)
-
-
-def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x, a float32 weight and a bias."""
-    generator = torch.Generator().manual_seed(m + n)
-    x, w, bias = (torch.randn(*size, generator=generator) for size in ((m, k), (n, k), (n,)))
-    return x.to(DEVICE, dtype), (w / k**0.5).to(DEVICE), bias.to(DEVICE, dtype)
-
-
-def int8_args(m: int, n: int, k: int, dtype: torch.dtype, groups: int = 1, bias: bool = True) -> tuple[Any, ...]:
-    x, w, beside = operands(m, n, k, dtype)
-    scale = torch.rand(n, groups, generator=torch.Generator().manual_seed(1)).to(DEVICE) / 100
-    return x, (w * 32 * k**0.5).clamp(-127, 127).to(torch.int8), scale, beside if bias else None
-
-
-def int4_args(
-    m: int, n: int, k: int, dtype: torch.dtype, group: int | None = 128, kind: str = "minimum", bias: bool = True
-) -> tuple[Any, ...]:
-    x, w, beside = operands(m, n, k, dtype)
-    weight = int4.quantize(w, group_size=group or k, symmetric=kind == "none")
-    if kind == "zero_point":
-        places = torch.randint(0, 16, weight.scale.shape, generator=torch.Generator().manual_seed(2))
-        weight = weight.replace(offset=places.to(DEVICE))
-    return x, *Tiles.pack(*weight), beside if bias else None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)

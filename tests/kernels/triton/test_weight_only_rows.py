@@ -15,10 +15,10 @@ from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.row_major import Plain
 from accelpatch.kernels.ops.linear import float_linear, tiled_int4_linear
 from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
-from accelpatch.quant import int4
 from tests.support.gemv_reference import wrong
 from tests.support.interpreted import DEVICE, HERE, INTERPRETED, _anywhere, here, interpret, needs_triton  # noqa: F401
 from tests.support.parity import assert_parity, bits, name, poisoned
+from tests.support.weight_only_operands import int4_args, int8_args, operands
 
 pytestmark = needs_triton
 marks = [pytest.mark.gpu, here]
@@ -32,30 +32,6 @@ GROUPS = (32, 64, 128, 256, None)
 @pytest.mark.skipif(HERE, reason="the tests below run as they are")
 def test_through_the_interpreter() -> None:
     interpret(__file__)
-
-
-def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x, a float32 weight and a bias."""
-    generator = torch.Generator().manual_seed(m + n)
-    x, w, bias = (torch.randn(*size, generator=generator) for size in ((m, k), (n, k), (n,)))
-    return x.to(DEVICE, dtype), (w / k**0.5).to(DEVICE), bias.to(DEVICE, dtype)
-
-
-def int8_args(m: int, n: int, k: int, dtype: torch.dtype, groups: int = 1, bias: bool = True) -> tuple[Any, ...]:
-    x, w, beside = operands(m, n, k, dtype)
-    scale = torch.rand(n, groups, generator=torch.Generator().manual_seed(1)).to(DEVICE) / 100
-    return x, (w * 32 * k**0.5).clamp(-127, 127).to(torch.int8), scale, beside if bias else None
-
-
-def int4_args(
-    m: int, n: int, k: int, dtype: torch.dtype, group: int | None = 128, kind: str = "minimum", bias: bool = True
-) -> tuple[Any, ...]:
-    x, w, beside = operands(m, n, k, dtype)
-    weight = int4.quantize(w, group_size=group or k, symmetric=kind == "none")
-    if kind == "zero_point":
-        places = torch.randint(0, 16, weight.scale.shape, generator=torch.Generator().manual_seed(2))
-        weight = weight.replace(offset=places.to(DEVICE))
-    return x, *Tiles.pack(*weight), beside if bias else None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)

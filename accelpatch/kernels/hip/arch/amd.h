@@ -59,7 +59,6 @@ DEVICE uint32_t floats_to_e4m3(float a, float b, float c, float d) {  // saturat
 DEVICE float rounded_multiply(float a, float b) { return a * b; }
 DEVICE float fast_exp2(float v) { return __builtin_amdgcn_exp2f(v); }
 DEVICE float fast_reciprocal(float v) { return __builtin_amdgcn_rcpf(v); }  // within a unit in the last place
-DEVICE uint32_t pair_fma_bf16(uint32_t a, uint32_t b, uint32_t c);          // nothing calls it here
 DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {              // of fp16
     return __builtin_bit_cast(uint32_t, __builtin_elementwise_fma(__builtin_bit_cast(Half2, a),
                                             __builtin_bit_cast(Half2, b), __builtin_bit_cast(Half2, c)));

@@ -33,11 +33,7 @@ template <class T, class CODES, int SETS, bool SOLE> struct ValueMma<Coded<T, CO
     using Weights = typename Tile::Weights;
     using Sums = float[SETS][Tile::PARTS][4];
     Sums& sums;
-    DEVICE explicit ValueMma(Sums& sums) : sums(sums) {
-        for (auto& set : sums)
-            for (auto& part : set)
-                for (float& v : part) v = 0.f;
-    }
+    DEVICE explicit ValueMma(Sums& sums) : sums(sums) { zero_all(sums); }
     DEVICE void scale(const float (&)[ROUNDS][4]) {}
     DEVICE Weights weights(const float* s) const { return Tile::weights(s); }
     DEVICE void add(const Words4* values, int, const Weights& w) {

@@ -91,11 +91,7 @@ template <class T, int SETS, bool SOLE> struct ValueMma<Coded<T, Int8Codes>, SET
     Sums& sums;
     int whole[SETS][Tile::PARTS][4];  // of a sole query a limb each of its even and odd ones
     LargestWeight<Coded<T, Int8Codes>, OWN> weight;
-    DEVICE explicit ValueMma(Sums& sums) : sums(sums) {
-        for (auto& set : whole)
-            for (auto& part : set)
-                for (int& v : part) v = 0;
-    }
+    DEVICE explicit ValueMma(Sums& sums) : sums(sums) { zero_all(whole); }
     DEVICE void scale(const float (&s)[ROUNDS][4]) { weight.find(s, LARGEST); }
     // In the lower half of a float, 2^23 larger.
     DEVICE uint32_t integer(float s, int which) const {
@@ -186,11 +182,7 @@ template <class T, int SETS, bool SOLE> struct ValueMma<Coded<T, E4m3Codes>, SET
     };
     Sums& sums;
     LargestWeight<Coded<T, E4m3Codes>, OWN> weight;
-    DEVICE explicit ValueMma(Sums& sums) : sums(sums) {
-        for (auto& set : sums)
-            for (auto& part : set)
-                for (float& v : part) v = 0.f;
-    }
+    DEVICE explicit ValueMma(Sums& sums) : sums(sums) { zero_all(sums); }
     DEVICE void scale(const float (&s)[ROUNDS][4]) { weight.find(s, 1.f); }
     DEVICE uint32_t slots_of_query(float even, float odd) const {
         const float one = even * weight.inverse[0], other = SOLE ? 0.f : odd * weight.inverse[OWN - 1];

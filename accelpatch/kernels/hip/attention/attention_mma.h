@@ -17,17 +17,19 @@ template <class T, int WIDE, bool SOLE> struct KeyMma : CacheTile<T> {
     DEVICE void add(const Query& q, const Words4* k) { this->add_keys(q, k); }
 };
 
+template <class Sums> DEVICE void zero_all(Sums& sums) {
+    for (auto& set : sums)
+        for (auto& part : set)
+            for (auto& v : part) v = 0;
+}
+
 // Weighted sums of the values of a warp's tiles of a KV split.
 template <class T, int SETS, bool SOLE> struct ValueMma {
     using Tile = CacheTile<T>;
     using Weights = typename Tile::Weights;
     using Sums = float[SETS][Tile::PARTS][4];
     Sums& sums;
-    DEVICE explicit ValueMma(Sums& sums) : sums(sums) {
-        for (auto& set : sums)
-            for (auto& part : set)
-                for (float& v : part) v = 0.f;
-    }
+    DEVICE explicit ValueMma(Sums& sums) : sums(sums) { zero_all(sums); }
     DEVICE void scale(const float (&)[ROUNDS][4]) {}                           // all weights, before the first product
     DEVICE Weights weights(const float* s) const { return Tile::weights(s); }  // of a tile
     DEVICE void add(const Words4* values, int chunks, const Weights& w) {

@@ -108,12 +108,6 @@ template <bool FNUZ> uint32_t e4m3_nearest(float v) {  // saturated
     const int code = std::min(int(eighths) + (exponent - E4M3_LEAST<FNUZ>)*8, FNUZ ? 0x7f : 0x7e);
     return code | (std::signbit(v) && (code || !FNUZ) ? 0x80u : 0u);
 }
-DEVICE uint32_t pair_fma_bf16(uint32_t a, uint32_t b, uint32_t c) {  // of results that bfloat16 holds
-    const auto float_of = [](uint32_t bits) { return __builtin_bit_cast(float, bits); };
-    const float low = float_of(a << 16) * float_of(b << 16) + float_of(c << 16),
-                high = float_of(a & 0xffff0000u) * float_of(b & 0xffff0000u) + float_of(c & 0xffff0000u);
-    return __builtin_bit_cast(uint32_t, low) >> 16 | (__builtin_bit_cast(uint32_t, high) & 0xffff0000u);
-}
 DEVICE uint32_t pair_fma(uint32_t a, uint32_t b, uint32_t c) {
     const auto one = [&](int at) {
         return float_to_half(std::fma(
