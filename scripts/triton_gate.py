@@ -112,7 +112,9 @@ OTHERS = {
                                 {"ROWS": 1, "BLOCK": step_end.BLOCK}, step_end.WARPS),
     "activations in the order of tiles": Build(weight_only._spread, ("*bf16", "*bf16", *("i32",) * 3), {}, 1),
     "int8_linear as floats": Build(dequantize._int8_rows, ("*i8", "*fp32", "*bf16", *("i32",) * 4),
-                                   {"PER_ROW": True, "ROWS": 8, "COLUMNS": 1024}),
+                                   {"PER_ROW": True, "E4M3": False, "ROWS": 8, "COLUMNS": 1024}),
+    "fp8_linear as floats": Build(dequantize._int8_rows, ("*i8", "*fp32", "*bf16", *("i32",) * 4),
+                                  {"PER_ROW": False, "E4M3": True, "ROWS": 8, "COLUMNS": 1024}),
     "tiled_int4_linear as floats": Build(dequantize._int4_weight_rows, ("*i32", "*fp16", "*fp16", "*bf16",
                                                                         *("i32",) * 5),
                                          TILED | {"ROWS": 64, "INTERLEAVED": True}),
@@ -205,7 +207,8 @@ BUILDS = {
         f"fp8 weights in blocks, {block.tokens} tokens": Build(
             fp8_weights._fp8_gemm,
             ("*bf16", "*i8", "*fp32", "*bf16", "*bf16", "*fp32", *("i32",) * 6),
-            {"ROWS_ALONE": False, "BIAS": True, "CUT": True, "EVEN": True, "COLUMNS": block.columns} | sizes(block),
+            {"ROWS_ALONE": False, "BIAS": True, "CUT": True, "EVEN": True, "NATIVE": False, "COLUMNS": block.columns}
+            | sizes(block),
             block.warps,
             200,
         )

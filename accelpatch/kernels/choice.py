@@ -17,7 +17,6 @@ import torch
 from accelpatch.device import Device
 from accelpatch.kernels.arguments import HALVES
 from accelpatch.kernels.attention_shape import needs_mask
-from accelpatch.kernels.compiling.gpu_libraries import FP8_BLOCKS
 from accelpatch.kernels.spec import Spec
 
 Range = tuple[int, int | None]  # from, up to; None: no end
@@ -127,9 +126,8 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
         Row(("hip_unpack", "torch"), note=H200),
     ),
     "fp8_linear": (
-        Row(("triton", "hip", "torch"), rows=(9, 64), options={"form": (FP8_BLOCKS,)}, note="not measured"),
-        Row(("hip", "triton", "torch"), options={"form": (FP8_BLOCKS,)}, rows=(0, 8), note=ONE_PASS),
-        Row(("hip", "torch")),
+        Row(("hip", "triton", "torch"), rows=(0, 8), note=ONE_PASS),
+        Row(("triton", "hip", "torch"), note="a launch of hip reads the weight anew for each 8 rows"),
     ),
     "quantize_rows": TRITON,
     "gemm_w8a8": (

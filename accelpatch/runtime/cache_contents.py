@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from accelpatch.kernels.layouts.kv_states import States, copy_first_, tensors_of
+from accelpatch.kernels.layouts.kv_states import States, copy_first_
+from accelpatch.runtime.row_order import RowOrder
 
 OWN_CACHE = "_accelpatch_own"  # attribute of a cache: whether generate() made it for the call that runs
 WITHOUT = "DummyLayer"  # transformers' class of the layers of a cache that store nothing
@@ -32,7 +33,7 @@ class Contents:
     """
 
     def __init__(self, layers: Sequence[Any], static: Any, length: int):
-        self.static, self.length = static, length
+        self.static, self.length, self._order = static, length, RowOrder(static.layers)
         self.fits: Any = None  # what the layers of a model cache to which these were compared, and which they fit
         self._layers = [weakref.ref(layer) for layer in layers]  # weak: they hold this
         self._windows = [window_of(layer) for layer in layers]
@@ -49,6 +50,7 @@ class Contents:
 
     def are_of(self, cache: Any) -> bool:
         """Whether the layers of a cache are those of these tokens, and all have as many."""
+        self._order.flush()
         return not (self._detached or self._ahead) and [ref() for ref in self._layers] == storing(cache)
 
     def count(self, place: int) -> int:
@@ -60,6 +62,7 @@ class Contents:
         with self._lock, torch.no_grad():
             if self._detached:
                 return
+            self._order.flush()
             held = [(place, layer) for place, ref in enumerate(self._layers) if (layer := ref()) is not None]
             counts = [self.count(place) for place, _ in held]
             copies = [_tokens(self._windows[place], self.static.layers[place], self.count(place)) for place, _ in held]
@@ -76,6 +79,7 @@ class Contents:
     def view(self, place: int, name: str) -> Tensor | None:
         """What a layer keeps of its keys or values, where it lies; None where somebody else may write there later."""
         with self._lock:
+            self._order.flush()
             tensor: States = getattr(self.static.layers[place], name)
             if self._detached or not getattr(self.static, "of_one_cache", False) or not isinstance(tensor, Tensor):
                 return None
@@ -89,9 +93,7 @@ class Contents:
         with self._lock, torch.no_grad():
             if self._detached or self._ahead or self._viewed or len(rows) != len(held.keys):
                 return False
-            for tensor in (*tensors_of(held.keys), *tensors_of(held.values)):
-                filled = tensor[:, :, : self.length]
-                filled.copy_(filled.index_select(0, rows.to(tensor.device)))
+            self._order.ask(place, rows, self.length)
             return True
 
     def append(self, layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -28,7 +28,7 @@ from accelpatch.kernels.ops.step.step_end import end_step_
 from accelpatch.runtime.cache_contents import Contents, attach, copy_slots
 from accelpatch.runtime.graphs.batch import Batch, GraphOf
 from accelpatch.runtime.graphs.capture import Graph
-from accelpatch.runtime.graphs.kv_cache import CapturedLayer, Lent
+from accelpatch.runtime.graphs.kv_cache import Lent, captured_layers
 from accelpatch.runtime.graphs.split_step import SplitStep
 
 CAPTURED = "captured step"  # in the report, with their number
@@ -61,7 +61,7 @@ class CapturedStep(Lent):
         self.states: dict[Any, Any] = {}  # the same with hidden states: states_check.StatesCheck
         self.drafting: dict[Any, Any] = {}  # of a draft model: its programs (draft_model.py)
         self.exits: dict[int, Any] = {}  # by the number of layers: draft_model.ExitStep
-        self.cache = Cache(layers=[CapturedLayer(shape, batch.rows, capacity, batch.slot, form) for shape in shapes])
+        self.cache = Cache(layers=captured_layers(shapes, batch.rows, capacity, batch.slot, form))
         self.mask = torch.zeros(batch.rows, capacity, dtype=torch.int64, device=batch.device)
         self.prompts: Any = None  # prefill.Prompts, made at the first prompt
         self.over: tuple[Contents | None, CacheCall | None] = None, None  # while it is replayed

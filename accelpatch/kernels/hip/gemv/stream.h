@@ -22,8 +22,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
     static constexpr bool SHARED_TABLES = SHARED_STAGES && F::GROUPS > 0;
     static_assert(!SHARED_TABLES || PAIR<F> * TABLES<F> * 8 <= WARP_SIZE, "a piece a lane");
     using Stage = Slot<F>[PAIR<F>];
-    static constexpr int STAGE_BYTES = PAIR<F> * SLOT_BYTES<F>, TABLES_AT = PAIR<F> * WEIGHT_BYTES<F>,
-                         ROW_TABLES = PAIR<F> * TABLES<F> * F::GROUPS;
+    static constexpr int TABLES_AT = PAIR<F> * WEIGHT_BYTES<F>, ROW_TABLES = PAIR<F> * TABLES<F> * F::GROUPS;
     const GemvArgs& a;
     const GemvPlan& plan;
     const int first, stride;  // the warp's first stage in a tile, and from one to the next, in steps
@@ -132,12 +131,14 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
             if constexpr (LATE) tables = table(0);
             else load_tables(into, there, second);
         }
+        copy_stage_scales<F>(a, plan, into + TABLES_AT - lane_id() * 16, tile, step, there);
         commit_stage();
         advance();
     }
     DEVICE void commit_stage() {
         commit_copies();
-        if (SHARED_STAGES) slot = slot + STAGE_BYTES == DEPTH * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
+        if (SHARED_STAGES)
+            slot = slot + STREAM_STAGE_BYTES<F> == DEPTH * STREAM_STAGE_BYTES<F> ? 0 : slot + STREAM_STAGE_BYTES<F>;
     }
     DEVICE const char* table(int u) const {
         return scale + (STACKED<F> ? u ? set_at[PAIR<F> - 1] : set_at[0] : int64_t((step + u) >> a.group_shift)) *
@@ -266,6 +267,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
         }
         if constexpr (SHARED_TABLES)
             read_tables(now, stage_buffer + slot + TABLES_AT + (lane_id() >> 2) * ROW_TABLES * 4 - lane_id() * 16);
+        read_stage_scales(now[0], stage_buffer + slot + TABLES_AT - lane_id() * 16);
         if (LINES || SHARED_TABLES) warp_sync();  // before others' places take new ones
         prefetch();
     }
