@@ -18,7 +18,7 @@ from accelpatch.bench.timing import once
 from scripts.benchmarks.engines import plain
 from scripts.benchmarks.harness import Table
 
-STEPS, LISTED, NAME = 32, 14, 60  # steps of a trace; kernels of a table, and letters of their names
+STEPS, LISTED, NAME = 32, 14, 60  # steps of a trace; kernels of a table, and characters of their names
 Times = dict[str, tuple[float, float]]
 
 
