@@ -169,7 +169,7 @@ def test_a_rank_reads_its_part_of_a_checkpoint(ended: dict[str, ranks.Ended]) ->
     for one in ended["reading"].results:
         assert one["size"] > 60 << 20
         assert one["loaded"] < 0.1 * one["size"]
-        assert one["read"] < 0.8 * one["size"]
+        assert one["read"] < 0.85 * one["size"]
         assert one["own"] < 0.8 * one["size"]
     assert ended["reading"].results[0]["tokens"] == ended["reading"].results[1]["tokens"]
 
