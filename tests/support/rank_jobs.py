@@ -23,6 +23,7 @@ from accelpatch.parallel.group import joined
 from accelpatch.parallel.peer_memory import PeerMemory
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.graphs import capture
+from tests.support.own_memory import anonymous, mapped
 from tests.support.tiles import with_tiles
 from tests.support.tiny import CAUSAL, EXPERTS, padded_batch
 
@@ -225,35 +226,17 @@ def reading(rank: int, world: int) -> Any:
         CAUSAL["llama"].make(**cast(Any, shape), num_hidden_layers=1, head_dim=128).save_pretrained(folder)
     group.exchange(None)
     size = sum(one.stat().st_size for one in Path(folder).glob("*.safetensors"))
-    before = _anonymous()
+    before = anonymous()
     from accelpatch.models import load
 
     model: Any = load.load(folder).model
-    loaded = _mapped(folder)
+    loaded = mapped(folder)
     tp(model, "exact", verify=False, keep_original="none")
-    found = {"size": size, "loaded": loaded, "read": _mapped(folder), "own": _anonymous() - before}
+    found = {"size": size, "loaded": loaded, "read": mapped(folder), "own": anonymous() - before}
     group.exchange(None)
     if rank == 0:
         shutil.rmtree(folder)
     return found | {"tokens": greedy(model, rows=1)}
-
-
-def _mapped(folder: str) -> int:
-    """Bytes of the files of a folder that were read where they are mapped into this process."""
-    found, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if not name[0].isupper():
-            inside = folder in line
-        elif inside and name == "Rss":
-            found += int(value.split()[0]) << 10
-    return found
-
-
-def _anonymous() -> int:
-    """Bytes of this process that are of no file."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
 def too_many(rank: int, world: int) -> Any:
