@@ -30,6 +30,7 @@ TOPICS = {
     "foreign": "Time checkpoints that others quantised beside own int4.",
     "parallel": "Time models that accelerate spreads over devices or offloads.",
     "tensor_parallel": "Time models that are split among GPUs, and their all-reduces.",
+    "projection": "Work out tensor parallel on eight GPUs from measured parts.",
     "checkpoint": "Time saving and loading of a patched model.",
     "patch": "Time patch() at each level of verification.",
     "start": "Time patch() to the first token in processes that have just begun.",
