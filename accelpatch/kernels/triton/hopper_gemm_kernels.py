@@ -14,6 +14,7 @@ import triton.language as tl
 
 from accelpatch.kernels.triton.dependent_launch import overlap
 from accelpatch.kernels.triton.gemm import leave
+from accelpatch.kernels.triton.hopper_gemm_values import by_values, column_of, places
 
 #: 0x4300 and a code of 4 bits, whose top bit is turned over, are 128 + code in bfloat16; 0x6400, 1024 + code in float16
 _FOUR = tl.constexpr("""{
@@ -130,21 +131,6 @@ def _weights(w, FLOAT: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):  # 
 
 
 @triton.jit
-def _row(row, n, columns, PART: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The column of y of each of n rows in tiles; `columns`, where there is none. PART: see tiled.py."""
-    if PART > 0:
-        second = row % 16 // 8
-        column = row // 16 * 8 + row % 8
-        if PART == 1:
-            found = tl.where(row < n, column + second * (n // 2), columns)
-        else:
-            found = tl.where((row < n) & (second == PART - 2), column, columns)
-    else:
-        found = row
-    return found
-
-
-@triton.jit
 def _later(pointers, ASM: tl.constexpr, WANTED: tl.constexpr = True):  # type: ignore[no-untyped-def]
     """Load 32 bits, or nothing. ASM: at this place; else the compiler moves it behind the products."""
     if not WANTED:
@@ -191,20 +177,6 @@ def _added(scale, offset, place, KIND: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit
-def _places(w, rows, n, w_row, steps, sets, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of rows, or the last one there is: addresses of their first codes, and places of their first scales."""
-    if BITS == 4:
-        held = tl.minimum(rows, (n + 15) // 16 * 16 - 1)
-        first = w + (held // 16 * steps * 512 + held % 16 * 32)[:, None] + tl.arange(0, 32)[None, :]
-        at = (held // 16 * sets * 8 + held % 8) * 2 + held % 16 // 8
-    else:
-        held = tl.minimum(rows, n - 1)
-        first = w + held[:, None] * w_row + tl.arange(0, 64)[None, :]
-        at = held * sets
-    return first, at
-
-
-@triton.jit
 def _multiplied(  # type: ignore[no-untyped-def]
     total, x, x_rows, w_rows, first, step, factor,
     BITS: tl.constexpr, TMA: tl.constexpr, ASM: tl.constexpr,
@@ -229,7 +201,7 @@ def _with_sums(total, sums, scale, offset, at, begin, end, m, token, shift, KIND
 
 @triton.jit(do_not_specialize=["m", "run", "steps", "sets", "shift"])
 def product(  # type: ignore[no-untyped-def]
-    x, sums, w, scale, offset, bias, y, parts, m, n, columns, w_row, run, steps, sets, shift,
+    x, plain, sums, w, scale, offset, bias, y, parts, m, n, columns, w_row, run, steps, sets, shift,
     BITS: tl.constexpr, KIND: tl.constexpr, PART: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
     CUT: tl.constexpr, TMA: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, PAIR: tl.constexpr,
@@ -238,7 +210,8 @@ def product(  # type: ignore[no-untyped-def]
     first = tl.program_id(0) % across * TOKENS  # those that share rows run together
     tokens, token = first + tl.arange(0, TOKENS), tl.minimum(first + tl.arange(0, TOKENS), m - 1)
     rows = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    w_rows, at = _places(w, rows, n, w_row, steps, sets, BITS)
+    codes, at = places(w, rows, n, w_row, steps, sets, BITS)
+    w_rows = codes[:, None] + tl.arange(0, 8 * BITS)[None, :]
     scales = scale.to(tl.pointer_type(tl.int32)) + at // 2 if BITS == 4 else scale + at  # of rows r and r + 8
     upper = (at % 2 * 16).to(tl.int32)
     W_STEP: tl.constexpr = 512 if BITS == 4 else 64
@@ -266,4 +239,10 @@ def product(  # type: ignore[no-untyped-def]
             if PAIR == 2:
                 two = four
     total = _with_sums(total, sums, scale, offset, at, begin, end, m, token, shift, KIND)
-    leave(total, bias, y, parts, tokens, _row(rows, n, columns, PART), m, columns, split, BIAS, CUT)
+    zero = tl.sum(tl.sum(total - total, 1), 0)  # NaN, where a sum is not finite
+    leave(total, bias, y, parts, tokens, column_of(rows, n, columns, PART), m, columns, split, BIAS, CUT)
+    if zero != 0.0:
+        tl.debug_barrier()
+        start = (tl.program_id(0) // across).to(tl.int64) * ROWS
+        by_values(plain, w, scale, offset, bias, y, parts, m, n, columns, w_row, begin, end, steps, sets, shift, first,
+                  start, split, ROWS, TOKENS, BITS, KIND, PART, BIAS, CUT)  # fmt: skip
