@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from accelpatch.kernels.triton.gemm import leave
+
 
 @triton.jit
 def column_of(row, n, columns, PART: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -107,3 +109,19 @@ def by_values(  # type: ignore[no-untyped-def]
                 if BIAS:
                     found += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
                 tl.store(y + place, found.to(y.dtype.element_ty), mask=inside & (finite == 0))
+
+
+@triton.jit
+def finish(  # type: ignore[no-untyped-def]
+    total, x, w, scale, offset, bias, y, parts, m, n, columns, w_row, begin, end, steps, sets, shift, token, start,
+    split, ROWS: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, PART: tl.constexpr,
+    BIAS: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Write a program's sums total[ROWS, TOKENS] as `leave` does, and those that are not finite `by_values`."""
+    tokens, column = token + tl.arange(0, TOKENS), column_of(start + tl.arange(0, ROWS), n, columns, PART)
+    zero = tl.sum(tl.sum(total - total, 1), 0)  # NaN, where a sum is not finite
+    leave(total, bias, y, parts, tokens, column, m, columns, split, BIAS, CUT)
+    if zero != 0.0:
+        tl.debug_barrier()
+        by_values(x, w, scale, offset, bias, y, parts, m, n, columns, w_row, begin, end, steps, sets, shift, token,
+                  start, split, ROWS, TOKENS, BITS, KIND, PART, BIAS, CUT)  # fmt: skip
