@@ -100,8 +100,7 @@ class TestSpecials:
         assert bool(y[[0, 1, *range(4, 20)]].isfinite().all())
 
     def test_nan_and_infinity_are_those_of_the_reference(self, op: str) -> None:
-        """Also of an offset, of weights that are zero, of infinities that cancel, and of sums of codes that overflow
-        before a small scale is applied."""
+        """Also of an offset, of codes whose float is zero and of infinities that cancel."""
         for kind in ("none", "minimum", "zero_point"):
             of = int8_args(9, 33, 1280, torch.float32) if op == "int8_linear" else None
             x, *rest = of or int4_args(9, 33, 1280, DTYPES[0], 128, kind)
