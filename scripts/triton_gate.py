@@ -39,6 +39,7 @@ from accelpatch.kernels.triton import (
     gated_activation,
     gemm,
     gemm_w8a8,
+    gptq_columns,
     greedy,
     layernorm_q,
     prompt_attention,
@@ -121,6 +122,8 @@ OTHERS = {
                                        "COLUMNS": reorder.COLUMNS}),
     "int8 rows of a LayerNorm": Build(layernorm_q._row, ("*fp16", "*fp32", "*fp32", "*i8", "i32", "i32", "fp32"),
                                       {"DEPENDENT": False, "BLOCK": 8192}, 16),
+    "columns of GPTQ": Build(gptq_columns._columns, (*("*fp32",) * 7, *("i32",) * 3, "fp32", "fp32"),
+                             {"ROWS": gptq_columns.ROWS, "BLOCK": 128}, gptq_columns.WARPS),
     "runs of K added up": Build(gemm._add_up, ("*fp32", "*bf16", "*bf16", "i32", "i32", "i32"),
                                 {"BIAS": True, "DEPENDENT": False, "SIZE": 1024}),
 }  # fmt: skip
