@@ -31,6 +31,7 @@ TOPICS = {
     "parallel": "Time models that accelerate spreads over devices or offloads.",
     "tensor_parallel": "Time models that are split among GPUs, and their all-reduces.",
     "checkpoint": "Time saving and loading of a patched model.",
+    "quantize": "Time the methods of quantisation from files to files.",
     "patch": "Time patch() at each level of verification.",
     "start": "Time patch() to the first token in processes that have just begun.",
     "checks": "Time the checks before each call and each step.",
