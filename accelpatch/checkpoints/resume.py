@@ -114,13 +114,10 @@ def _digest(entry: Entry, weight: Tensor) -> str:
 def _sums(weight: Tensor) -> bytes:
     """Of a weight on a GPU, sums of its bits by column and by row, modulo 2^64: it need not come to the host."""
     rows = weight.detach().flatten(1) if weight.dim() > 1 else weight.detach()[None]
-    bits = rows.contiguous().view(
-        {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(weight.element_size(), torch.int64)
-    )
-    odd = torch.arange(1, 2 * len(bits), 2, device=bits.device)
-    weighted = torch.stack(
-        [(part * by[:, None]).sum(0) for part, by in zip(bits.split(512), odd.split(512), strict=True)]
-    )
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(weight.element_size(), torch.int64)
+    bits = rows.contiguous().view(integer)
+    odd = torch.arange(1, 2 * len(bits), 2, device=bits.device)[:, None]
+    weighted = torch.stack([(part * by).sum(0) for part, by in zip(bits.split(512), odd.split(512), strict=True)])
     return bytes_of(weighted.sum(0).cpu()) + bytes_of(bits.sum(1).cpu())
 
 
