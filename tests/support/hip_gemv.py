@@ -41,7 +41,14 @@ class Format:
             return {0: "rows", 32: "g32"}.get(self.argument or 0, "g64")
         if self.library in ("gemv_fp8", "gemv_w8a8_fp8"):
             return FP8_FORMS[self.argument or 0]
+        if self.library == "gemv_int3":
+            return f"g{min(self.group or 128, 128)}_{self.offset}"
         return self.offset if self.library.startswith("gemv_int4") else ""
+
+    @property
+    def most(self) -> int:
+        """The largest code of an integer format in tiles."""
+        return 7 if self.library == "gemv_int3" else 15
 
 
 FORMATS = {
@@ -64,6 +71,11 @@ FORMATS = {
     "nvfp4_g16": Format("gemv_int4_32", 32, 16, "nvfp4", step=128),
     "int4_row": Format("gemv_int4", 1 << 20, 0, step=128),
     "int4_row_zero": Format("gemv_int4", 1 << 20, 0, "zero_point", step=128),
+    "int3_g128": Format("gemv_int3", 128, 128, step=128),
+    "int3_g128_minimum": Format("gemv_int3", 128, 128, "minimum", step=128),
+    "int3_g64_zero": Format("gemv_int3", 64, 64, "zero_point", step=128),
+    "int3_g32_minimum": Format("gemv_int3", 32, 32, "minimum", step=128),
+    "int3_row": Format("gemv_int3", 1 << 20, 0, step=128),
     "fp8": Format("gemv_fp8", 0, step=64),
     "fp8_blocks": Format("gemv_fp8", 2, step=64),
     "compact": Format("gemv_compact", step=64),
@@ -125,12 +137,13 @@ def _affine(w: Tensor, form: Format, dtype: torch.dtype) -> tuple[Tensor, Tensor
         scale = (g.abs().amax(-1) / 127).clamp(min=1e-6).to(dtype)
         return (g / scale.float()[..., None]).round().clamp(-127, 127), scale, None
     if form.offset == "none":
-        scale = (g.abs().amax(-1) / 7).clamp(min=1e-6).to(dtype)
-        return (g / scale.float()[..., None]).round().clamp(-8, 7) + 8, scale, None
-    scale = ((high - low) / 15).clamp(min=1e-6).to(dtype)
-    offset = (-low / scale.float()).round().clamp(0, 15).to(dtype) if form.offset == "zero_point" else low.to(dtype)
+        middle = (form.most + 1) // 2
+        scale = (g.abs().amax(-1) / (middle - 1)).clamp(min=1e-6).to(dtype)
+        return (g / scale.float()[..., None]).round().clamp(-middle, middle - 1) + middle, scale, None
+    scale = ((high - low) / form.most).clamp(min=1e-6).to(dtype)
+    offset = (-low / scale.float()).round().clamp(0, form.most).to(dtype) if form.offset == "zero_point" else low.to(dtype)
     base = -offset.float() * scale.float() if form.offset == "zero_point" else offset.float()
-    return ((g - base[..., None]) / scale.float()[..., None]).round().clamp(0, 15), scale, offset
+    return ((g - base[..., None]) / scale.float()[..., None]).round().clamp(0, form.most), scale, offset
 
 
 def _dense(codes: Tensor, scale: Tensor, offset: Tensor | None, form: Format, k: int) -> Tensor:
@@ -141,7 +154,7 @@ def _dense(codes: Tensor, scale: Tensor, offset: Tensor | None, form: Format, k:
         s = s if offset is None else s * offset[..., None]
         return (torch.tensor(CODEBOOKS[form.offset], dtype=torch.float32).double()[codes.long()] * s).flatten(1)[:, :k]
     if offset is None:
-        return ((c - 8) * s).flatten(1)[:, :k]
+        return ((c - (form.most + 1) // 2) * s).flatten(1)[:, :k]
     o = offset.double()[..., None]
     return ((c - o) * s if form.offset == "zero_point" else c * s + o).flatten(1)[:, :k]
 
@@ -193,6 +206,8 @@ def _in_groups(w: Tensor, form: Format, dtype: torch.dtype, interleaved: bool, d
     steps = -(-k // form.step)
     if form.library == "gemv_int8":
         held = flat.to(torch.int8).contiguous()
+    elif form.library == "gemv_int3":
+        held = tiling.tile_int3(in_tiles(flat.to(torch.uint8), interleaved))
     else:
         held = tiling.tile_int4(in_tiles(int4.pack(torch.nn.functional.pad(flat, (0, k % 2))), interleaved))
     group = form.group or 0
