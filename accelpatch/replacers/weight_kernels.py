@@ -20,7 +20,10 @@ INT8_SCALE = 4  # bytes per scale: float32
 NATIVE = "cpu"  # the implementation over packs, the native CPU layout
 CPU_LIBRARY = "cpu"
 HIP = "hip"
-ON_GPU = {"int4_linear": "tiled_int4_linear", "int3_linear": "tiled_int3_linear"}  # operation -> the one over the GPU kernels' layout
+ON_GPU = {
+    "int4_linear": "tiled_int4_linear",
+    "int3_linear": "tiled_int3_linear",
+}  # operation -> the one over the GPU kernels' layout
 BITS = {"int8_linear": 8, "int4_linear": 4, "int3_linear": 3}  # of a value
 LIBRARIES = {
     "int8_linear": int8_linear.libraries,

@@ -141,7 +141,9 @@ def _affine(w: Tensor, form: Format, dtype: torch.dtype) -> tuple[Tensor, Tensor
         scale = (g.abs().amax(-1) / (middle - 1)).clamp(min=1e-6).to(dtype)
         return (g / scale.float()[..., None]).round().clamp(-middle, middle - 1) + middle, scale, None
     scale = ((high - low) / form.most).clamp(min=1e-6).to(dtype)
-    offset = (-low / scale.float()).round().clamp(0, form.most).to(dtype) if form.offset == "zero_point" else low.to(dtype)
+    offset = (
+        (-low / scale.float()).round().clamp(0, form.most).to(dtype) if form.offset == "zero_point" else low.to(dtype)
+    )
     base = -offset.float() * scale.float() if form.offset == "zero_point" else offset.float()
     return ((g - base[..., None]) / scale.float()[..., None]).round().clamp(0, form.most), scale, offset
 
