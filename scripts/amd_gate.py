@@ -169,7 +169,7 @@ def faults(arch: str, taken: Resources, code: str) -> list[str]:
         meant = MEANT_INTEGER[arch]
     if fp8 := re.search(r"W8A8Fp8ILb(\d)", taken.kernel):
         meant = MEANT_FP8[arch, fp8[1]]
-    wide = r"global_load_dwordx2" if "Int8ILi2" in taken.kernel else r"global_load_dwordx4"
+    wide = r"global_load_dwordx2" if re.search("Int8ILi2|Int3I", taken.kernel) else r"global_load_dwordx4"
     if not any(re.search(meant, loop) and re.search(wide, loop) for loop in streaming_loops(code)):
         bad.append(f"no loop with both {meant} and {wide}")
     return bad

@@ -83,7 +83,7 @@ class Int4Grid:
         return (u - (self.middle if offset is None else offset.float().unsqueeze(2))) * step
 
     def affine(self, scale: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """step, zero and base of scale[N, G] and offset[N, G], each float32 [N, G]: a value is (u - zero) step + base."""
+        """step, zero and base, float32 [N, G], of a scale and an offset[N, G]: a value is (u - zero) step + base."""
         step = scale.float()
         nothing = torch.zeros_like(step)
         if offset is None:

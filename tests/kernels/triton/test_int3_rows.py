@@ -1,4 +1,4 @@
-"""3-bit tiles written out by Triton for torch's GEMM: the float rule on poisoned outputs, groups, kinds, interleaved."""
+"""3-bit tiles written out by Triton for torch's GEMM: the float rule, poisoned outputs, groups, interleaved rows."""
 
 from __future__ import annotations
 
