@@ -44,6 +44,7 @@ def test_a_plan_names_what_it_launches(arch: str, recipe: str, needed: tuple[str
     "name, options, needed",
     [
         ("int4_weight_only", {"group_size": 32}, ("gemv_int4_32_bf16_minimum",)),
+        ("int3_weight_only", {"group_size": 64, "symmetric": True}, ("gemv_int3_bf16_g64_none",)),
         ("int4_weight_only", {"group_size": 64, "symmetric": True}, ("gemv_int4_64_bf16_none",)),
         ("fp8_weight_only", {}, ("gemv_fp8_bf16_e4m3fn",)),
         ("compact", {}, ("gemv_compact",)),
