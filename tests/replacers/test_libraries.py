@@ -53,7 +53,7 @@ def test_a_plan_names_what_it_launches(arch: str, recipe: str, needed: tuple[str
         ("mxfp4_weight_only", {}, ("gemv_int4_32_bf16_e2m1",)),
         ("int8_weight_only", {"group_size": 32}, ()),  # by Triton or torch
     ],
-    ids=["int4 g32", "int4 g64", "fp8", "compact", "gemv", "nf4", "mxfp4", "int8 g32"],
+    ids=["int4 g32", "int3 g64", "int4 g64", "fp8", "compact", "gemv", "nf4", "mxfp4", "int8 g32"],
 )
 def test_libraries_of_a_format(name: str, options: dict[str, Any], needed: tuple[str, ...]) -> None:
     layer = nn.Linear(256, 48, bias=False, device="meta", dtype=torch.bfloat16)

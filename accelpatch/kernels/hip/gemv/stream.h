@@ -1,7 +1,7 @@
 // The weights' way to the matrix unit: a multi-stage buffer for each warp alone, so that no barrier guards it. On
 // NVIDIA asynchronous copies into shared memory; on AMD registers, one stage ahead.
 #pragma once
-#include "weight_tiles.h"
+#include "three_bits.h"
 
 // One lane's stream of weights: its warp's stages of tile after tile. No branch is taken but for the end of a tile and
 // where there is none. Half of the multi-stage buffer is asked for at once (in clusters one stage of int4's deep one,
@@ -55,10 +55,8 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
             const int r = LINES ? lane_id() / 8 + 8 * h : fragment_row(h),
                       chunk = LINES ? lane_id() % 8 : fragment_quarter();
             if constexpr (F::TILED) {
-                const int place =
-                    THREE_BITS<F> ? (4 * (r & 7) + fragment_quarter()) * 16 + (r & 8) : (4 * r + fragment_quarter()) * 16;
                 row[h] = static_cast<const char*>(a.w) + (STACKED<F> ? 0 : int64_t(tile) * plan.steps * F::STEP_BYTES) +
-                         place;
+                         (THREE_BITS<F> ? pair_place(r) : (4 * r + fragment_quarter()) * 16);
             } else {
                 rows[h] = int(weight_row(a, tile, r));
                 row[h] = static_cast<const char*>(a.w) + rows[h] * row_bytes<F>(a) + chunk * RUN_BYTES;
@@ -187,7 +185,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
     DEVICE void copy(char* into, bool there, bool second) {
         const int64_t at = int64_t(step) * F::STEP_BYTES;
         const int left = room();
-        if constexpr (THREE_BITS<F>) return copy_three_bits(into, row[0] + at, there, second);
+        if constexpr (THREE_BITS<F>) return copy_three_bits<F>(into, held, row[0] + at, there, second);
         if constexpr (SHARED_STAGES && F::TILED && PAIR<F> == 2) {
             const char* from = row[0] + at;
             if constexpr (COMPACT<F>) {
@@ -224,21 +222,6 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
                 }
         }
         if constexpr (COMPACT<F>) copy_exponents(there, second);
-    }
-    // Two words of a row and its third; in shared memory those of both rows of a lane, as they lie in the tile.
-    DEVICE void copy_three_bits(char* into, const char* from, bool there, bool second) {
-        const int r = fragment_row(0), place = 4 * (r & 7) + fragment_quarter(), third = 512 - place * 8;
-#pragma unroll
-        for (int u = 0; u < PAIR<F>; ++u) {
-            const int begin = u * F::STEP_BYTES;
-            if constexpr (SHARED_STAGES) {
-                stream_copy<16>(into + begin, from + begin, u ? second : there);
-                stream_copy<8>(into + begin + third, from + begin + third, u ? second : there);
-            } else {
-                stream_copy<8>(&held[u].w[0].x, from + begin, u ? second : there);
-                stream_copy<4>(&held[u].w[0].z, from + begin + third - (r & 8) / 2, u ? second : there);
-            }
-        }
     }
     // Neighbouring steps may be those of two experts.
     DEVICE void copy_from_stack(char* into, bool there, bool second) {
@@ -288,17 +271,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
         prefetch();
     }
     static DEVICE void read(Slot<F>& out, const char* from) {
-        if constexpr (THREE_BITS<F>) {
-            struct alignas(8) Pair {
-                uint32_t v[2];
-            };
-            const Words4 first = *reinterpret_cast<const Words4*>(from);
-            const Pair third = *reinterpret_cast<const Pair*>(from + 512 - lane_id() * 8);
-#pragma unroll
-            for (int h = 0; h < ROWS_PER_LANE; ++h)
-                out.w[h] = {word_of(first, 2 * h), word_of(first, 2 * h + 1), third.v[h], 0u};
-            return;
-        }
+        if constexpr (THREE_BITS<F>) return read_three_bits<F>(out, from);
 #pragma unroll
         for (int h = 0; h < ROWS_PER_LANE; ++h)
             out.w[h] = *reinterpret_cast<const Words4*>(from + h * (LINES ? WEIGHT_BYTES<F> : WARP_SIZE * 16));
