@@ -32,6 +32,7 @@ TOPICS = {
     "tensor_parallel": "Time models that are split among GPUs, and their all-reduces.",
     "projection": "Work out tensor parallel on eight GPUs from measured parts.",
     "checkpoint": "Time saving and loading of a patched model.",
+    "quantize": "Time the methods of quantisation from files to files.",
     "patch": "Time patch() at each level of verification.",
     "start": "Time patch() to the first token in processes that have just begun.",
     "checks": "Time the checks before each call and each step.",

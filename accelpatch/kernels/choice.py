@@ -114,7 +114,11 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
         Row(("triton_wgmma", "triton", "hip", "torch"), "wgmma", HALVES, INT8_WGMMA, note=H200),
         Row(("triton", "hip", "torch"), note=H200),
     ),
-    "int3_linear": PLAIN,
+    "int3_linear": PLAIN,  # as int4_linear
+    "tiled_int3_linear": (
+        Row(("hip", "triton", "torch"), rows=(0, 8), note=ONE_PASS),
+        Row(("triton", "hip", "torch"), note="not measured"),
+    ),
     "int4_linear": PLAIN,  # row by row as on disk and on CPUs; GPUs hold tiles, the next row
     "tiled_int4_linear": (
         Row(("hip", "triton", "torch"), rows=(0, 8), note=ONE_PASS),

@@ -12,7 +12,7 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.kernels.codebooks import scale_dtype as dtype_of
 from accelpatch.kernels.compiling import libraries as built
-from accelpatch.kernels.ops.linear import int8_linear, packed_linear, tiled_int4_linear
+from accelpatch.kernels.ops.linear import int8_linear, packed_linear, tiled_int3_linear, tiled_int4_linear
 from accelpatch.kernels.spec import Spec
 from accelpatch.patching.site import Site
 
@@ -20,9 +20,16 @@ INT8_SCALE = 4  # bytes per scale: float32
 NATIVE = "cpu"  # the implementation over packs, the native CPU layout
 CPU_LIBRARY = "cpu"
 HIP = "hip"
-ON_GPU = {"int4_linear": "tiled_int4_linear"}  # operation -> the one over the GPU kernels' layout
+ON_GPU = {
+    "int4_linear": "tiled_int4_linear",
+    "int3_linear": "tiled_int3_linear",
+}  # operation -> the one over the GPU kernels' layout
 BITS = {"int8_linear": 8, "int4_linear": 4, "int3_linear": 3}  # of a value
-LIBRARIES = {"int8_linear": int8_linear.libraries, "tiled_int4_linear": tiled_int4_linear.libraries}
+LIBRARIES = {
+    "int8_linear": int8_linear.libraries,
+    "tiled_int4_linear": tiled_int4_linear.libraries,
+    "tiled_int3_linear": tiled_int3_linear.libraries,
+}
 INT4_SCALE = 2  # bytes per scale: float16
 
 

@@ -47,7 +47,7 @@ from accelpatch.replacers.weight_kernels import (
     weight_of,
 )
 
-NO_GPU_KERNEL = "no GPU kernel reads 3 bits, and torch would dequantise the weight at every call: use int4 there"
+NO_GPU_KERNEL = "no GPU kernel reads it here, and torch would dequantise the weight at every call: use int4 there"
 OFFSET_BYTES = {"none": 0, "minimum": 2, "zero_point": 1}
 
 
@@ -215,7 +215,9 @@ class Int3WeightOnly(Int4WeightOnly):
 
     def of_matrix(self, site: Site, n: int, k: int, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         made = super().of_matrix(site, n, k, options, device)
-        return made if isinstance(made, Reason) or device.kind == "cpu" else replace(made, slower=NO_GPU_KERNEL)
+        if isinstance(made, Reason) or device.kind == "cpu" or made.kernel == HIP:
+            return made
+        return replace(made, slower=NO_GPU_KERNEL)
 
     def quantized(self, weight: Tensor, detail: Mapping[str, Any]) -> RowMajor:
         options = {name: detail[name] for name in ("group_size", "symmetric", "zero_point") if name in detail}

@@ -1,7 +1,7 @@
 // The weights' way to the matrix unit: a multi-stage buffer for each warp alone, so that no barrier guards it. On
 // NVIDIA asynchronous copies into shared memory; on AMD registers, one stage ahead.
 #pragma once
-#include "weight_tiles.h"
+#include "three_bits.h"
 
 // One lane's stream of weights: its warp's stages of tile after tile. No branch is taken but for the end of a tile and
 // where there is none. Half of the multi-stage buffer is asked for at once (in clusters one stage of int4's deep one,
@@ -55,7 +55,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
                       chunk = LINES ? lane_id() % 8 : fragment_quarter();
             if constexpr (F::TILED) {
                 row[h] = static_cast<const char*>(a.w) + (STACKED<F> ? 0 : int64_t(tile) * plan.steps * F::STEP_BYTES) +
-                         (4 * r + fragment_quarter()) * 16;
+                         (THREE_BITS<F> ? pair_place(r) : (4 * r + fragment_quarter()) * 16);
             } else {
                 rows[h] = int(weight_row(a, tile, r));
                 row[h] = static_cast<const char*>(a.w) + rows[h] * row_bytes<F>(a) + chunk * RUN_BYTES;
@@ -186,6 +186,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
     DEVICE void copy(char* into, bool there, bool second) {
         const int64_t at = int64_t(step) * F::STEP_BYTES;
         const int left = room();
+        if constexpr (THREE_BITS<F>) return copy_three_bits<F>(into, held, row[0] + at, there, second);
         if constexpr (SHARED_STAGES && F::TILED && PAIR<F> == 2) {
             const char* from = row[0] + at;
             if constexpr (COMPACT<F>) {
@@ -272,6 +273,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
         prefetch();
     }
     static DEVICE void read(Slot<F>& out, const char* from) {
+        if constexpr (THREE_BITS<F>) return read_three_bits<F>(out, from);
 #pragma unroll
         for (int h = 0; h < ROWS_PER_LANE; ++h)
             out.w[h] = *reinterpret_cast<const Words4*>(from + h * (LINES ? WEIGHT_BYTES<F> : WARP_SIZE * 16));
