@@ -6,8 +6,11 @@ from abc import abstractmethod
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from accelpatch.kernels.layouts.kv_states import floats
 
 
 class ModuleCache(Cache):
@@ -99,3 +102,49 @@ class ModuleLayer(CacheLayerMixin):
         return -1 if self._cache.capacity is None else self._cache.capacity
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.17
+
+
+class StepSlots(ModuleCache):
+    """What a layer's module sees of the cache in a step: it writes the slots own[B, T] and attends over all."""
+
+    def __init__(self, cache: Any, place: int, own: Tensor):
+        super().__init__(len(cache.layers), place, own[0, 0], own.shape[1])
+        self._cache, self._own = cache, own
+        self._rows = torch.arange(own.shape[0], device=own.device)[:, None]
+
+    @property
+    def capacity(self) -> int:
+        """Slots of each layer."""
+        return int(self._cache.layers[self.place].keys.shape[2])
+
+    def write(self, keys: Tensor, values: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        """As in ModuleCache."""
+        held = self._cache.layers[place]
+        held.keys[self._rows, :, self._own] = keys.transpose(1, 2)
+        held.values[self._rows, :, self._own] = values.transpose(1, 2)
+        return self.states(place)
+
+    def states(self, place: int) -> tuple[Tensor, Tensor]:
+        """As in ModuleCache."""
+        return floats(self._cache.layers[place].keys), floats(self._cache.layers[place].values)
+
+
+class PromptSlots(ModuleCache):
+    """What a layer's module sees of the cache in a prompt: it fills `length` slots, and attends over all up to them."""
+
+    def __init__(self, cache: Any, place: int, start: int, length: int):
+        super().__init__(len(cache.layers), place, start, length)
+        self._cache = cache
+
+    def write(self, keys: Tensor, values: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        """As in ModuleCache."""
+        held, end = self._cache.layers[place], self.start + self.length
+        held.keys[:, :, self.start : end] = keys
+        held.values[:, :, self.start : end] = values
+        own = self.start == 0 and isinstance(held.keys, Tensor)  # else it attends to what the cache makes of them
+        return (keys, values) if own else (held.keys[:, :, :end], held.values[:, :, :end])
+
+    def states(self, place: int) -> tuple[Tensor, Tensor]:
+        """As in ModuleCache."""
+        held, end = self._cache.layers[place], self.held(place)
+        return held.keys[:, :, :end], held.values[:, :, :end]

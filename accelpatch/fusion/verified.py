@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from accelpatch.fusion.cache_name import layer_argument
 from accelpatch.fusion.decoder import layers_of, module_in
+from accelpatch.fusion.fused_layer import PromptCall, StepCall
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.fusion.native_model import NativeModel
 from accelpatch.fusion.rotary import AXES
 from accelpatch.fusion.spread import computes_on
-from accelpatch.fusion.static_call import PromptCall, StepCall
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.models.family import Family, family_of_layer
 from accelpatch.patching.capture import Call, copied, floats

@@ -33,8 +33,7 @@ from accelpatch.runtime.generation.drafter import Limit, Pace, threshold_of
 from accelpatch.runtime.generation.hosted_drafts import ModelLookup
 from accelpatch.runtime.generation.native_drafts import native_assisted, native_why_not
 from accelpatch.runtime.generation.state_drafts import StatesLookup, from_states, states_why_not
-from accelpatch.runtime.graphs.batch import DRAFTS, TOKENS
-from accelpatch.runtime.graphs.drafts import several_tokens_why_not
+from accelpatch.runtime.graphs.drafts import DRAFTS, TOKENS, several_tokens_why_not
 from accelpatch.runtime.graphs.kv_cache import NotCaptured
 from accelpatch.runtime.graphs.model_drafts import ModelDrafts
 from accelpatch.runtime.graphs.runtime import CapturedRuntime

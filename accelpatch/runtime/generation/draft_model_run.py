@@ -18,11 +18,12 @@ from accelpatch.fusion.spread import device_of
 from accelpatch.runtime.cache_contents import OWN_CACHE
 from accelpatch.runtime.cache_form import misfit, why_not
 from accelpatch.runtime.generation.captured_run import CapturedRun
-from accelpatch.runtime.graphs.batch import TOKENS, Batch
 from accelpatch.runtime.graphs.draft_model import DraftPrograms, DraftStep, ExitStep
+from accelpatch.runtime.graphs.drafts import TOKENS
 from accelpatch.runtime.graphs.model_drafts import ModelDrafts
 from accelpatch.runtime.graphs.runtime import CapturedRuntime
 from accelpatch.runtime.graphs.sampler import Reports, Sampler
+from accelpatch.runtime.graphs.step import Batch
 
 PROGRAMS = 4  # sets of programs that a draft step keeps: one for each target and sampler
 

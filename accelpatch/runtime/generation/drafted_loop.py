@@ -17,9 +17,8 @@ from accelpatch.report import NO_DRAFTS
 from accelpatch.runtime.generation.captured_run import CapturedRun
 from accelpatch.runtime.generation.draft_model_run import DraftRun
 from accelpatch.runtime.generation.drafter import Counts, Limit, Pace
-from accelpatch.runtime.graphs.batch import TOKENS
 from accelpatch.runtime.graphs.capture import Graph
-from accelpatch.runtime.graphs.drafts import verification
+from accelpatch.runtime.graphs.drafts import TOKENS, verification
 from accelpatch.runtime.graphs.model_drafts import SIZES, ModelDrafts
 from accelpatch.runtime.graphs.sampler import Reports, Sampler
 from accelpatch.runtime.graphs.step import CAPTURE_ERRORS, first_line

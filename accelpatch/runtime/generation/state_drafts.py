@@ -17,7 +17,7 @@ from accelpatch.report import NO_DRAFTS
 from accelpatch.runtime.generation.drafted_loop import Checked
 from accelpatch.runtime.generation.drafter import PacedDrafter
 from accelpatch.runtime.generation.hosted_drafts import ModelLookup
-from accelpatch.runtime.graphs.batch import DRAFTS, TOKENS
+from accelpatch.runtime.graphs.drafts import DRAFTS, TOKENS
 from accelpatch.runtime.graphs.kv_cache import NotCaptured
 from accelpatch.runtime.graphs.states_check import STATES, StatesCheck
 from accelpatch.runtime.graphs.step import CAPTURE_ERRORS, first_line

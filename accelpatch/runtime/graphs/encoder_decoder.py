@@ -23,9 +23,9 @@ from accelpatch.fusion.cached import Cached
 from accelpatch.fusion.cross_step import STEP, CrossCache, CrossStep
 from accelpatch.runtime.cache_contents import Contents, attach
 from accelpatch.runtime.cache_form import METHODS, why_not
-from accelpatch.runtime.graphs.batch import Batch, GraphOf
+from accelpatch.runtime.graphs.capture import GraphOf
 from accelpatch.runtime.graphs.kv_cache import Lent, NotCaptured
-from accelpatch.runtime.graphs.step import CapturedStep
+from accelpatch.runtime.graphs.step import Batch, CapturedStep
 
 OUTPUTS = "encoder_outputs"
 MASK = "attention_mask"  # of the encoder's inputs, or of its outputs where they have as many tokens

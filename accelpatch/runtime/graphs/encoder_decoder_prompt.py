@@ -16,8 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.kernels.hip.binding import weight_prefetch
-from accelpatch.runtime.graphs.batch import GraphOf
-from accelpatch.runtime.graphs.capture import Graph
+from accelpatch.runtime.graphs.capture import Graph, GraphOf
 from accelpatch.runtime.graphs.encoder_decoder import EncoderDecoderStep
 from accelpatch.runtime.graphs.kv_cache import NotCaptured
 from accelpatch.runtime.graphs.step import CAPTURE_ERRORS

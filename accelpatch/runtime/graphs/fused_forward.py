@@ -24,7 +24,7 @@ from accelpatch.models.multimodal import outputs_of as own_outputs
 from accelpatch.runtime import cache_form
 from accelpatch.runtime.cache_contents import attached
 from accelpatch.runtime.graphs import single_token
-from accelpatch.runtime.graphs.batch import GraphOf
+from accelpatch.runtime.graphs.capture import GraphOf
 from accelpatch.runtime.graphs.prefill import Prompts, ShortPrompt, captured_tokens
 
 FORWARD = "fused forward"

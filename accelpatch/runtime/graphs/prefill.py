@@ -22,8 +22,7 @@ from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.fusion.rotary import of_one_axis
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.models.multimodal import is_multimodal, shows_media
-from accelpatch.runtime.graphs.batch import GraphOf
-from accelpatch.runtime.graphs.capture import Graph
+from accelpatch.runtime.graphs.capture import Graph, GraphOf
 from accelpatch.runtime.graphs.step import CapturedStep
 
 FUSED_PROMPT = "fused prefill"
