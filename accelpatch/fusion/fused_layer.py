@@ -191,9 +191,9 @@ class StepCall(Movable):
 
     def attend(self, qkv: Tensor, layer: Any, place: int) -> Tensor:
         """As in Call."""
-        held = self.cache.layers[place]
+        cached = self.cache.layers[place]
         return decode_attention_(
-            qkv, self.positions, self.slot, self.mask, held.keys, held.values, layer.attention, layer.o.weight.w,
+            qkv, self.positions, self.slot, self.mask, cached.keys, cached.values, layer.attention, layer.o.weight.w,
             layer.attention_signal,
         )  # fmt: skip
 
@@ -238,8 +238,8 @@ class PromptCall(Movable):
 
     def attend(self, qkv: Tensor, layer: Any, place: int) -> Tensor:
         """As in Call."""
-        held, seen = self.cache.layers[place], self.seen(layer.attention.window)
-        return prompt_attention_(qkv, self.positions, seen, held.keys, held.values, layer.attention, self.start)
+        cached, seen = self.cache.layers[place], self.seen(layer.attention.window)
+        return prompt_attention_(qkv, self.positions, seen, cached.keys, cached.values, layer.attention, self.start)
 
     def by_module(self, x: Tensor, place: int) -> Tensor:
         """As in Call."""

@@ -39,7 +39,7 @@ class ModuleCache(Cache):
         self._filled = max(self._filled, place + 1)
         return made
 
-    def held(self, place: int) -> Any:
+    def length_of(self, place: int) -> Any:
         """Number of tokens that a layer has by now."""
         return self.start + self.length if place < self._filled else self.start
 
@@ -90,7 +90,7 @@ class ModuleLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> Any:
         """Number of tokens by now, a number or a tensor on the device."""
-        return self._cache.held(self._place)
+        return self._cache.length_of(self._place)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(number of keys that a mask covers, index of the first)."""
@@ -119,9 +119,9 @@ class StepSlots(ModuleCache):
 
     def write(self, keys: Tensor, values: Tensor, place: int) -> tuple[Tensor, Tensor]:
         """As in ModuleCache."""
-        held = self._cache.layers[place]
-        held.keys[self._rows, :, self._own] = keys.transpose(1, 2)
-        held.values[self._rows, :, self._own] = values.transpose(1, 2)
+        layer = self._cache.layers[place]
+        layer.keys[self._rows, :, self._own] = keys.transpose(1, 2)
+        layer.values[self._rows, :, self._own] = values.transpose(1, 2)
         return self.states(place)
 
     def states(self, place: int) -> tuple[Tensor, Tensor]:
@@ -138,13 +138,13 @@ class PromptSlots(ModuleCache):
 
     def write(self, keys: Tensor, values: Tensor, place: int) -> tuple[Tensor, Tensor]:
         """As in ModuleCache."""
-        held, end = self._cache.layers[place], self.start + self.length
-        held.keys[:, :, self.start : end] = keys
-        held.values[:, :, self.start : end] = values
-        own = self.start == 0 and isinstance(held.keys, Tensor)  # else it attends to what the cache makes of them
-        return (keys, values) if own else (held.keys[:, :, :end], held.values[:, :, :end])
+        layer, end = self._cache.layers[place], self.start + self.length
+        layer.keys[:, :, self.start : end] = keys
+        layer.values[:, :, self.start : end] = values
+        own = self.start == 0 and isinstance(layer.keys, Tensor)  # else it attends to what the cache makes of them
+        return (keys, values) if own else (layer.keys[:, :, :end], layer.values[:, :, :end])
 
     def states(self, place: int) -> tuple[Tensor, Tensor]:
         """As in ModuleCache."""
-        held, end = self._cache.layers[place], self.held(place)
-        return held.keys[:, :, :end], held.values[:, :, :end]
+        layer, end = self._cache.layers[place], self.length_of(place)
+        return layer.keys[:, :, :end], layer.values[:, :, :end]

@@ -40,12 +40,12 @@ class DraftRun:
 
     def prepare(self, graph: Any, empty: bool) -> None:
         """Capture the programs where that was not done. empty: as of DraftPrograms."""
-        key, held = (id(self.drafts), self._sampler.key, self._confident), self.step.drafting
-        if key not in held:
-            held[key] = DraftPrograms(self.step, self.drafts, self._sampler, self._confident, graph, empty)
-            while len(held) > PROGRAMS:
-                del held[next(iter(held))]
-        self.programs = held[key]
+        key, programs = (id(self.drafts), self._sampler.key, self._confident), self.step.drafting
+        if key not in programs:
+            programs[key] = DraftPrograms(self.step, self.drafts, self._sampler, self._confident, graph, empty)
+            while len(programs) > PROGRAMS:
+                del programs[next(iter(programs))]
+        self.programs = programs[key]
 
     def prompt(self, ids: Tensor, mask: Tensor | None) -> None:
         """Cache the prompt ids[1, L]; mask[1, L] hides padding."""
