@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.checkpoints.foreign import Packed
-from accelpatch.checkpoints.saved import Saved, Stored, bytes_of
+from accelpatch.checkpoints.saved import Saved, SavedTensor, bytes_of
 from accelpatch.errors import KernelError, LoadError
 from accelpatch.models import gguf_rotary
 from accelpatch.models.gguf_header import TYPES, Header, read_header
@@ -103,7 +103,7 @@ class GgufFile:
     @property
     def saved(self) -> Saved:
         """The tensors, as the loading of a checkpoint takes them."""
-        listed = {name: Stored(self.path, one.form, one.shape, "") for name, one in self.tensors.items()}
+        listed = {name: SavedTensor(self.path, one.form, one.shape, "") for name, one in self.tensors.items()}
         return Saved({path: replacer for path, (replacer, _) in self.sites.items()}, listed, self.opened)
 
     @contextmanager

@@ -164,7 +164,7 @@ def why_not_implementation(module: Any) -> str | None:
     return f"the attention implementation {name} is not one of transformers'"
 
 
-def configurations(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+def configs_with_own_masks(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     """(module, new configuration) for the modules of a model in which FlashAttention stands in every place of a
     configuration: they get a copy with NAME, so that the masks are made for it. Where some attention modules of a
     configuration are not replaced, the model goes on making their masks."""

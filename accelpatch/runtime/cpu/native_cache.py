@@ -43,7 +43,7 @@ def _room(states: States, capacity: int, form: str) -> States:
         return zeros(form, (batch, heads, capacity, size), **PLAIN)
 
 
-def stored(cache: Any, batch: int, model: NativeModel, form: str = FLOAT) -> Contents | str:
+def native_contents(cache: Any, batch: int, model: NativeModel, form: str = FLOAT) -> Contents | str:
     """The contents of `cache` in a Store with room for one more token; or the reason why there can be none.
 
     form: of the Store, where it is a new one.
