@@ -23,8 +23,7 @@ TOPICS = {
     "encoder_decoder": "Time encoder-decoders, speech and text, patched and not.",
     "families": "Time every family that is fused, beside Llama.",
     "prompt": "Time the first token of long prompts, with the memory that they take.",
-    "smoothquant": "Time SmoothQuant's recipes beside others, and int8 products.",
-    "fp8": "Time recipe fp8 beside others, and 8-bit float products.",
+    "recipes": "Time recipes beside each other: prompts, decoding, memory.",
     "opt": "Time OPT in float16 and in int8 from end to end, with memory.",
     "experts": "Time models with experts, and the kernels of experts.",
     "foreign": "Time checkpoints that others quantised beside own int4.",
@@ -53,7 +52,7 @@ TOPICS = {
 ON_GPUS = ("gemv", "gemm_search", "tensor_parallel")  # which have no --device
 
 #: topic -> its module, where that has another name
-MODULES = dict.fromkeys(("smoothquant", "fp8", "prompt", "opt", "families"), "recipes")
+MODULES = dict.fromkeys(("prompt", "opt", "families"), "recipes")
 MODULES |= dict.fromkeys(("patch", "start", "checkpoint", "checks", "train"), "preparation")
 MODULES |= dict.fromkeys(("paths", "encoder_decoder", "compiled"), "calls") | {"kv_cache": "attention"}
 MODULES |= dict.fromkeys(("lookup", "drafts"), "speculation")

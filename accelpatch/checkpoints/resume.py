@@ -42,11 +42,11 @@ class Store:
             return _measured(built(entry), weight)
         file = self._folder / f"{entry.site.path}.safetensors"
         made_of = _digest(entry, weight)
-        held = _read(file, made_of)
+        saved = _read(file, made_of)
         assert entry.replacer is not None
         assert entry.choice is not None
-        made = _measured(built(entry, held and entry.replacer.weight(entry.choice, held)), weight)
-        if held is None and isinstance(made.new, QuantizedModule):
+        made = _measured(built(entry, saved and entry.replacer.weight(entry.choice, saved)), weight)
+        if saved is None and isinstance(made.new, QuantizedModule):
             self._keep(file, made.new.canonical(), made_of)
         return made
 

@@ -63,11 +63,11 @@ class Contents:
             if self._detached:
                 return
             self._order.flush()
-            held = [(place, layer) for place, ref in enumerate(self._layers) if (layer := ref()) is not None]
-            counts = [self.count(place) for place, _ in held]
-            copies = [_tokens(self._windows[place], self.static.layers[place], self.count(place)) for place, _ in held]
+            alive = [(place, layer) for place, ref in enumerate(self._layers) if (layer := ref()) is not None]
+            counts = [self.count(place) for place, _ in alive]
+            copies = [_tokens(self._windows[place], self.static.layers[place], self.count(place)) for place, _ in alive]
             self._detached = True
-            for (_, layer), (keys, values), count in zip(held, copies, counts, strict=True):
+            for (_, layer), (keys, values), count in zip(alive, copies, counts, strict=True):
                 layer.__class__ = DETACHED[type(layer)]
                 del layer._contents, layer._place
                 layer.keys, layer.values = keys, values
@@ -89,9 +89,9 @@ class Contents:
 
     def reorder(self, place: int, rows: Tensor) -> bool:
         """Row b of a layer becomes its row rows[b], int64. Returns False where that must be done to the layer's own."""
-        held = self.static.layers[place]
+        static = self.static.layers[place]
         with self._lock, torch.no_grad():
-            if self._detached or self._ahead or self._viewed or len(rows) != len(held.keys):
+            if self._detached or self._ahead or self._viewed or len(rows) != len(static.keys):
                 return False
             self._order.ask(place, rows, self.length)
             return True
@@ -99,8 +99,8 @@ class Contents:
     def append(self, layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """Write a step's token [B, Hkv, 1, D] of the layer whose module runs; returns it behind all that the layer
         keeps. None where that must be done to the layer's own tensors."""
-        held, end = self.static.layers[layer._place], self.length + 1
-        pairs = ((held.keys, keys), (held.values, values))
+        static, end = self.static.layers[layer._place], self.length + 1
+        pairs = ((static.keys, keys), (static.values, values))
         with self._lock, torch.no_grad():
             if self._detached or not self._module == self._ahead == layer._place:
                 return None
@@ -110,7 +110,7 @@ class Contents:
                 slots[:, :, self.length : end] = new
             self._ahead += 1
         first = _first_kept(self._windows[layer._place], self.length)
-        return held.keys[:, :, first:end], held.values[:, :, first:end]
+        return static.keys[:, :, first:end], static.values[:, :, first:end]
 
     @contextmanager
     def module(self, place: int) -> Iterator[None]:
@@ -142,11 +142,11 @@ class Contents:
         with self._lock, torch.no_grad():
             if self._detached:
                 token = slice(self.length, self.length + 1)
-                for ref, held in zip(
+                for ref, static in zip(
                     self._layers[self._ahead : place], self.static.layers[self._ahead :], strict=False
                 ):
                     if (layer := ref()) is not None:
-                        layer.update(held.keys[:, :, token].clone(), held.values[:, :, token].clone())
+                        layer.update(static.keys[:, :, token].clone(), static.values[:, :, token].clone())
             self._ahead = place
 
     def move(self, static: Any) -> None:
@@ -265,18 +265,18 @@ def attach(cache: Any, static: Any, kind: type[Held] = Contents) -> Held:  # typ
     for layer in layers:
         if type(layer) in DETACHED:  # of another cache's tokens, or in another order
             layer._contents.detach()
-    for layer, held in zip(layers if length else (), static.layers, strict=False):
+    for layer, own in zip(layers if length else (), static.layers, strict=False):
         first = length - layer.keys.shape[2]
-        held.keys[:, :, first:length] = layer.keys
-        held.values[:, :, first:length] = layer.values
+        own.keys[:, :, first:length] = layer.keys
+        own.values[:, :, first:length] = layer.values
     return kind(layers, static, length)
 
 
 def copy_slots(static: Any, larger: Any) -> None:
     """Copy all slots of a static cache to the first ones of a larger one."""
-    for held, new in zip(static.layers, larger.layers, strict=True):
-        copy_first_(held.keys, new.keys)
-        copy_first_(held.values, new.values)
+    for own, new in zip(static.layers, larger.layers, strict=True):
+        copy_first_(own.keys, new.keys)
+        copy_first_(own.values, new.values)
 
 
 def window_of(layer: Any) -> int:
@@ -289,10 +289,10 @@ def _first_kept(window: int, length: int) -> int:
     return max(0, length - window + 1) if window else 0
 
 
-def _tokens(window: int, held: Any, length: int) -> tuple[Tensor, Tensor]:
+def _tokens(window: int, layer: Any, length: int) -> tuple[Tensor, Tensor]:
     """Copies of the keys and values that a layer keeps of `length` tokens of a static layer."""
     kept = slice(_first_kept(window, length), length)
-    return held.keys[:, :, kept].clone(), held.values[:, :, kept].clone()
+    return layer.keys[:, :, kept].clone(), layer.values[:, :, kept].clone()
 
 
 def _alike(tensor: Tensor) -> tuple[Any, ...]:

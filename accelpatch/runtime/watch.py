@@ -74,9 +74,9 @@ class Watch:
         self._tables: list[dict[str, Any]] = [t for m in modules for t in (m._modules, m._parameters, m._buffers)]
         self._filled = [table for table in self._tables if table]  # most are empty, so only their sizes are checked
         self._held = list(chain.from_iterable(map(dict.values, self._filled)))
-        held = [value for value in self._held if isinstance(value, Tensor)]
-        self.several_devices = len({tensor.device for tensor in held}) > 1  # or offloaded in part
-        self._tensors = [tensor for tensor in held if own_code.unusual(tensor) is None]  # others have no address
+        tensors = [value for value in self._held if isinstance(value, Tensor)]
+        self.several_devices = len({tensor.device for tensor in tensors}) > 1  # or offloaded in part
+        self._tensors = [tensor for tensor in tensors if own_code.unusual(tensor) is None]  # others have no address
         self._pointers = list(map(Tensor.data_ptr, self._tensors))
         own = written_by_forward(modules)
         self._written = [tensor for tensor in self._tensors if _counts_writes(tensor) and id(tensor) not in own]

@@ -129,8 +129,8 @@ def grown(capacity: int, longest: int | None) -> int:
 
 def shapes_of(cache: Any) -> tuple[Cached, ...]:
     """What the layers of a filled cache hold."""
-    held = ((window_of(layer), layer.keys, layer.values.shape[3]) for layer in storing(cache))
-    return tuple(Cached(w, k.shape[1], (k.shape[3], size), k.dtype, k.device) for w, k, size in held)
+    found = ((window_of(layer), layer.keys, layer.values.shape[3]) for layer in storing(cache))
+    return tuple(Cached(w, k.shape[1], (k.shape[3], size), k.dtype, k.device) for w, k, size in found)
 
 
 def cache_of(outputs: Any) -> Any:

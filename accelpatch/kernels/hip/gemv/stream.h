@@ -34,8 +34,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
     char* stage_buffer;  // this lane's place in it
     int slot = 0;        // bytes from there to the next stage's
     Slot<F> held[SHARED_STAGES ? 1 : PAIR<F>];
-    // More scales than registers hold ahead.
-    static constexpr bool LATE = !SHARED_STAGES && Slot<F>::WORDS * TABLES<F> > 16;
+    static constexpr bool LATE = !SHARED_STAGES && Slot<F>::WORDS * TABLES<F> > 16;  // more than registers hold ahead
     const char* tables;
     int64_t set_at[PAIR<F>];  // in a stack, of the next stage
 
@@ -74,8 +73,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
         if constexpr (K_TILED && LINES && F::QUANTIZES) ahead();
         return DEPTH - PREFETCHED;
     }
-    // Lines of the stages behind those of the multi-stage buffer into L2, a row a lane: memory would rest while
-    // activations are staged. Where K comes in K tiles, not all of them are the ones that come next.
+    // Lines of stages to come into L2, a row a lane: memory would rest while activations are staged.
     DEVICE void ahead() const {
         constexpr int STAGES = 4;
         const int left = (k_tile_end() - step + stride - 1) / stride;  // stages of this K tile
