@@ -39,6 +39,7 @@ TOPICS = {
     "flash": "Time the attention of prompts by every implementation.",
     "gemv": "Time the HIP products of 1 to 8 tokens beside their peers.",
     "gemm_search": "Compare the search of `tune hipblaslt` with a sweep of all choices.",
+    "adapters": "Time decoding with LoRA adapters beside the same without them.",
     "train": "Time a step of LoRA training beside PEFT in bf16 and bitsandbytes.",
     "compiled": "Time models of no known family with torch.compile and without.",
     "continuous": "Time many requests at once through generate_batch.",
