@@ -20,7 +20,7 @@ from accelpatch.fusion.decoder import Decoder, decoder_of
 from accelpatch.fusion.layer_description import LayerDescription, plain_why_not
 from accelpatch.fusion.spread import OFFLOADED, is_offloaded
 from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, NormWeight, Sizes, StepShape, why_not_layer
-from accelpatch.kernels.cpu.native_library import ACTIVATIONS, LINEARS
+from accelpatch.kernels.cpu.native_library import ACTIVATIONS, DENSE, LINEARS
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.pack_adapters import PackAdapters
 from accelpatch.kernels.layouts.pack_tensors import in_one_block, is_one_block
@@ -97,6 +97,7 @@ def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeM
                 weights[place] = layer_weights(layer, shape, ropes)
             except CannotFuse as error:
                 reasons[place] = str(error)
+    head = gather_adapters(weights, head)
     if not any(weights):
         raise CannotFuse(f"layer 0: {reasons[0]}")
     cached = [
@@ -201,12 +202,14 @@ def norm_weight(norm: nn.Module) -> NormWeight:
 
 
 def adapted(module: Any) -> Pack:
-    """The weight of a linear layer with the active adapters around it. Raises CannotFuse for adapters of other kinds
-    than plain LoRA, and as `packed`."""
+    """The weight of a linear layer with the active adapters around it: in float32 beside a float weight, in bfloat16
+    beside one that was rounded itself. Raises CannotFuse for adapters of other kinds than plain LoRA, and as `packed`.
+    """
     pairs = active(module)
     if any(factor.device.type != "cpu" for pair in pairs for factor in pair):
         raise CannotFuse("an adapter lies on another device than cpu")
-    return replace(packed(base_of(module)), low=PackAdapters.of(pairs))
+    pack = packed(base_of(module))
+    return replace(pack, low=PackAdapters.of(pairs, torch.float32 if pack.kind == DENSE else torch.bfloat16))
 
 
 def packed(module: Any) -> Pack:
@@ -225,6 +228,16 @@ def packed(module: Any) -> Pack:
     if module.weight.is_meta:
         raise CannotFuse(f"the weight of {type(module).__name__} has no values")
     return Pack.dense(module.weight, getattr(module, "bias", None))
+
+
+def gather_adapters(layers: list[LayerWeights | None], head: Pack) -> Pack:
+    """Move the adapters of all layers into one block, in reading order; returns the head with its own."""
+    places = [(layer.linears, name) for layer in layers if layer is not None for name in layer.linears]
+    ends = {"head": head}
+    found = [(linears, name, low) for linears, name in [*places, (ends, "head")] if (low := linears[name].low)]
+    for (linears, name, _), low in zip(found, in_one_block([low for *_, low in found]), strict=True):
+        linears[name] = replace(linears[name], low=low)
+    return ends["head"]
 
 
 def gather_packs(model: nn.Module) -> None:

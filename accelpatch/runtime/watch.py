@@ -85,9 +85,8 @@ class Watch:
         self._quantised = [module for module in quantised_in(model) if not is_offloaded(module)]
         self._layouts = [module.own_layout for module in self._quantised]
         self._adapters = [module for module in modules if is_adapter(module)]
-        self._switches = grouped(switch_places(self._adapters))
+        self._switches, self._flags = grouped(switch_places(self._adapters)), grouped(flag_places(model))
         self._switched = deepcopy(values_of(self._switches))
-        self._flags = grouped(flag_places(model))
         self._model, self._random = weakref.ref(model), random_in_training(model)
         adapters = {id(part) for module in inner if is_adapter(module) for part in module.modules()}  # seen elsewhere
         self._dropping = [one for one in inner if id(one) not in adapters and _random_number(one) is not None]

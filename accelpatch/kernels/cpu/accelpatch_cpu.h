@@ -52,9 +52,10 @@ typedef struct {
     const int32_t* order; /* [k] or NULL: column j of the weight multiplies x[order[j]]; NULL of AP_W8A8 */
     const float* table;   /* [16] of AP_TABLE */
     /* LoRA beside it, which steps alone add: y += (x @ down.T) @ up.T. down: [rank, k], for x in its own order; up:
-     * [(n + 15) / 16, rank, 16], zeros for rows beyond n. rank 0: none. */
+     * [(n + 15) / 16, rank, 16], zeros for rows beyond n; both of the type `factors`. rank 0: none. */
     int64_t rank;
-    const float *down, *up;
+    int32_t factors, reserved; /* AP_FLOAT32 or AP_BFLOAT16 */
+    const void *down, *up;
 } ap_linear;
 
 int ap_best_isa(void);

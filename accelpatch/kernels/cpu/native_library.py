@@ -41,6 +41,7 @@ class Linear(Structure):
         *((name, c_int64) for name in ("n", "k", "group")),
         *((name, c_void_p) for name in ("data", "bias", "order", "table")),
         ("rank", c_int64),
+        *((name, c_int32) for name in ("factors", "reserved")),
         *((name, c_void_p) for name in ("down", "up")),
     )
 

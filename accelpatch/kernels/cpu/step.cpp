@@ -22,7 +22,8 @@ constexpr int64_t kMost = 1 << 24;  // of any size
 bool is_size(int64_t size) { return size >= 1 && size <= kMost; }
 
 bool fits(const ap_linear& w, int64_t n, int64_t k) {
-    return w.n == n && w.k == k && readable(w) && (!w.rank || (is_size(w.rank) && w.down && w.up));
+    const bool factors = w.down && w.up && (w.factors == AP_FLOAT32 || w.factors == AP_BFLOAT16);
+    return w.n == n && w.k == k && readable(w) && (!w.rank || (is_size(w.rank) && factors));
 }
 
 bool is_absent(const ap_layer& l) { return !l.q.data; }
