@@ -5,7 +5,7 @@
 #include "attention.h"
 #include "cache_rows.h"
 #include "kernels.h"
-#include "linear.h"
+#include "low_rank.h"
 #include "step.h"
 
 namespace {
@@ -29,15 +29,22 @@ inline Activations ready(
     return a;
 }
 
+inline LowRank low_rank_of(const Worker& t) { return {t.step->low, t.step->largest.ranks}; }
+
 // Products of the same input with up to three weights; each may read another form of it.
 inline void linears(const Worker& t, const ap_linear* const* weights, float* const* outputs, int count,
     const float* input, int64_t k, int64_t input_stride, int64_t output_stride) {
     Weight w[3] = {};
-    int64_t ends[3] = {}, items = 0;
+    int64_t ends[3] = {}, items = 0, ranks = 0;
+    const float* sums[3] = {};
+    const LowRank low = low_rank_of(t);
     for (int i = 0; i < count; i++) {
         w[i] = weight_of(*weights[i]);
         ends[i] = items += w[i].l.blocks;
+        sums[i] = low.sums + ranks;
+        ranks += w[i].w.rank;
     }
+    low_rank_stage(t.pool, t.self, weights, count, input, input_stride, t.batch, low);
     Activations a = ready(t, t.own->ready, input, k, input_stride, w[0].w);
     WorkCursor work = {items};
     for (int64_t item; (item = pool_next(t.pool, t.self, &work)) >= 0;) {
@@ -47,6 +54,7 @@ inline void linears(const Worker& t, const ap_linear* const* weights, float* con
         if (!made_for(a, w[i].w)) a = ready(t, t.own->ready, input, k, input_stride, w[i].w);
         float tile[kMaxBatch][16];
         dot_block(w[i], b, a, 0, t.batch, tile);
+        add_low_rank(w[i].w, b, sums[i], low.width, t.batch, tile);
         store_block(w[i], b, t.batch, tile, outputs[i], output_stride);
     }
     pool_wait(t.pool, t.self);
@@ -205,6 +213,9 @@ inline void join_attention(const Worker& t, const ap_layer& layer) {
 inline void gate_and_up(const Worker& t, const ap_layer& layer) {
     const Weight gate = weight_of(layer.gate), up = weight_of(layer.up);
     const int64_t width = layer.gate.n, hidden = t.model->hidden;
+    const ap_linear* both[] = {&layer.gate, &layer.up};
+    const LowRank low = low_rank_of(t);
+    low_rank_stage(t.pool, t.self, both, 2, t.own->input, hidden, t.batch, low);
     const Activations of_gate = ready(t, t.own->ready, t.own->input, hidden, hidden, gate.w);
     const Activations of_up =
         made_for(of_gate, up.w) ? of_gate : ready(t, t.own->beside, t.own->input, hidden, hidden, up.w);
@@ -213,6 +224,8 @@ inline void gate_and_up(const Worker& t, const ap_layer& layer) {
         float g[kMaxBatch][16], u[kMaxBatch][16];
         dot_block(gate, b, of_gate, 0, t.batch, g);
         dot_block(up, b, of_up, 0, t.batch, u);
+        add_low_rank(gate.w, b, low.sums, low.width, t.batch, g);
+        add_low_rank(up.w, b, low.sums + gate.w.rank, low.width, t.batch, u);
         const int64_t rows = rows_in(gate, b);
         const float *gate_bias = bias_after(gate, b), *up_bias = bias_after(up, b);
         for (int64_t m = 0; m < t.batch; m++) {

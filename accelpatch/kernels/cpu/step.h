@@ -14,9 +14,9 @@ struct Scratch {           // each thread's own: what is cheaper to compute twic
 };
 
 // The largest sizes of all layers. group: query heads a key head. qkv: rows of q, k and v. widest: of what a product
-// reads.
+// reads. ranks: of the adapters of a stage's weights.
 struct Largest {
-    int64_t heads = 0, group = 0, qkv = 0, intermediate = 0, widest = 0;
+    int64_t heads = 0, group = 0, qkv = 0, intermediate = 0, widest = 0, ranks = 0;
 };
 
 struct Step {
@@ -33,6 +33,7 @@ struct Step {
     float* attention_out;  // [batch, hidden]
     float* gated;          // [batch, intermediate]
     float* mlp_out;        // [batch, hidden]
+    float* low;            // [batch, ranks]
     Scratch scratch[AP_MAX_THREADS];
     void* memory;  // all of it, one allocation
 };

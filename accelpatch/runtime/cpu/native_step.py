@@ -157,7 +157,8 @@ class NativeRuntime(ModelRuntime):
             return self._reading
 
     def _outdated(self, reading: Reading) -> bool:
-        return reading.version != self.code.version or reading.watch.stale()
+        watch = reading.watch
+        return reading.version != self.code.version or watch.stale() or watch.switched()
 
     def _places(self, ids: Tensor, length: int, arguments: Mapping[str, Any], model: NativeModel) -> Places | str:
         """(slots, starts, positions), each int64 [B]; or why there are none."""
