@@ -96,7 +96,7 @@ def serving(case: str, folder: str, device: torch.device) -> Iterator[Server]:
     if case == "stock-batching":
         theirs.append("--continuous-batching")
         if device.type == "cpu":  # where it would take most of the memory: as many pages as ours
-            theirs += ["--cb-block-size", "32", "--cb-num-blocks", "512"]
+            theirs += ["--cb-block-size", "16", "--cb-num-blocks", "1024"]
     words = theirs if case.startswith("stock") else ours
     command = [sys.executable, "-m", *words, "--device", str(device), "--dtype", dtype]
     with tempfile.TemporaryFile() as said, subprocess.Popen(command, stdout=said, stderr=said) as process:
