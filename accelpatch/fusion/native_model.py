@@ -20,7 +20,7 @@ from accelpatch.fusion.decoder import Decoder, decoder_of
 from accelpatch.fusion.layer_description import LayerDescription, plain_why_not
 from accelpatch.fusion.spread import OFFLOADED, is_offloaded
 from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, NormWeight, Sizes, StepShape, why_not_layer
-from accelpatch.kernels.cpu.native_library import ACTIVATIONS, DENSE, LINEARS
+from accelpatch.kernels.cpu.native_library import ACTIVATIONS, LINEARS
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.pack_adapters import PackAdapters
 from accelpatch.kernels.layouts.pack_tensors import in_one_block, is_one_block
@@ -202,14 +202,14 @@ def norm_weight(norm: nn.Module) -> NormWeight:
 
 
 def adapted(module: Any) -> Pack:
-    """The weight of a linear layer with the active adapters around it: in float32 beside a float weight, in bfloat16
-    beside one that was rounded itself. Raises CannotFuse for adapters of other kinds than plain LoRA, and as `packed`.
+    """The weight of a linear layer with the active adapters around it, which stay as exact as they are, in float32.
+    Raises CannotFuse for adapters of other kinds than plain LoRA, and as `packed`.
     """
     pairs = active(module)
     if any(factor.device.type != "cpu" for pair in pairs for factor in pair):
         raise CannotFuse("an adapter lies on another device than cpu")
     pack = packed(base_of(module))
-    return replace(pack, low=PackAdapters.of(pairs, torch.float32 if pack.kind == DENSE else torch.bfloat16))
+    return replace(pack, low=PackAdapters.of(pairs, torch.float32))
 
 
 def packed(module: Any) -> Pack:

@@ -76,7 +76,7 @@ template <class F, class T> struct StageScaledSums : FloatSums<F, T> {
         float scale[COUNT];
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
-            scale[i] = SHARED_STAGES ? bits_to_float(now[0].scale[Base::half(i) & 1])
+            scale[i] = SHARED_STAGES ? bits_to_float(now[0].scale[Base::row(i) >> 3])
                                      : scales[i][(staged_from + step) / PAIR<F>];
         Base::zero();
         Base::template multiply_stage<BF16_SCALES>(now, place, step);
