@@ -202,14 +202,13 @@ def norm_weight(norm: nn.Module) -> NormWeight:
 
 
 def adapted(module: Any) -> Pack:
-    """The weight of a linear layer with the active adapters around it, which stay as exact as they are, in float32.
-    Raises CannotFuse for adapters of other kinds than plain LoRA, and as `packed`.
-    """
+    """The weight of a linear layer with the active adapters around it. Raises CannotFuse for adapters of other kinds
+    than plain LoRA, and as `packed`."""
     pairs = active(module)
     if any(factor.device.type != "cpu" for pair in pairs for factor in pair):
         raise CannotFuse("an adapter lies on another device than cpu")
     pack = packed(base_of(module))
-    return replace(pack, low=PackAdapters.of(pairs, torch.float32))
+    return replace(pack, low=PackAdapters.of(pairs))
 
 
 def packed(module: Any) -> Pack:

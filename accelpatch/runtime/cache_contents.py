@@ -33,11 +33,10 @@ class Contents:
     """
 
     def __init__(self, layers: Sequence[Any], static: Any, length: int):
-        self.static, self.length, self._order = static, length, RowOrder(static.layers)
+        self.static, self.length, self._order = static, length, RowOrder()
         self.fits: Any = None  # what the layers of a model cache to which these were compared, and which they fit
         self._layers = [weakref.ref(layer) for layer in layers]  # weak: they hold this
-        self._windows = [window_of(layer) for layer in layers]
-        self._detached = False
+        self._windows, self._detached = [window_of(layer) for layer in layers], False
         self._viewed = False  # somebody may have tensors that share the slots, which only fill up from here on
         self._ahead = 0  # within a step, the layers before this place have its token
         self._module: int | None = None  # within a step, the place of the layer whose module runs
@@ -60,9 +59,9 @@ class Contents:
     def detach(self) -> None:
         """Give every layer copies of its tokens, and its class back. Does nothing where that was done."""
         with self._lock, torch.no_grad():
+            self._order.flush()
             if self._detached:
                 return
-            self._order.flush()
             alive = [(place, layer) for place, ref in enumerate(self._layers) if (layer := ref()) is not None]
             counts = [self.count(place) for place, _ in alive]
             copies = [_tokens(self._windows[place], self.static.layers[place], self.count(place)) for place, _ in alive]
@@ -89,11 +88,11 @@ class Contents:
 
     def reorder(self, place: int, rows: Tensor) -> bool:
         """Row b of a layer becomes its row rows[b], int64. Returns False where that must be done to the layer's own."""
-        static = self.static.layers[place]
+        layers = self.static.layers
         with self._lock, torch.no_grad():
-            if self._detached or self._ahead or self._viewed or len(rows) != len(static.keys):
+            if self._detached or self._ahead or self._viewed or len(rows) != len(layers[place].keys):
                 return False
-            self._order.ask(place, rows, self.length)
+            self._order.ask(layers, place, rows, self.length)
             return True
 
     def append(self, layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -151,6 +150,7 @@ class Contents:
 
     def move(self, static: Any) -> None:
         """Copy the tokens to a larger static cache, where they lie from here on."""
+        self._order.flush()
         copy_slots(self.static, static)
         self.static = static
 

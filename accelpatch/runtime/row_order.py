@@ -11,46 +11,47 @@ from accelpatch.kernels.layouts.kv_states import tensors_of
 
 
 class RowOrder:
-    """The new order of the rows of `layers`, which transformers asks for layer after layer.
+    """The new order of the rows of a cache, which transformers asks for layer after layer.
 
-    Each layer has keys, values (States) and maybe `block`[..., B, Hkv, capacity, D], of which the tensors of all layers
-    are parts: then nothing is copied until the last layer was asked for, and all are in one launch. Whoever reads a
-    layer in between calls `flush` first.
+    Layers have keys, values (States) and maybe `block`[..., B, Hkv, capacity, D], of which the tensors of all of them
+    are parts: then nothing is copied until the last layer was asked for, and all are in one launch. Whoever reads or
+    moves a cache in between calls `flush` first.
     """
 
-    def __init__(self, layers: Sequence[Any]):
-        blocks = {id(getattr(layer, "block", None)) for layer in layers}
-        self._layers: Sequence[Any] = layers
-        self._block: Tensor | None = getattr(layers[0], "block", None) if len(blocks) == 1 else None
+    def __init__(self) -> None:
+        self._layers: Sequence[Any] = ()
         self._rows: Tensor | None = None
         self._asked = self._length = 0  # the first layers wait for an order of so many tokens
 
-    def ask(self, place: int, rows: Tensor, length: int) -> None:
-        """Row b of a layer's first `length` slots becomes its row rows[b], int64."""
-        if self._block is None:
-            return self._reorder(place, rows, length)
-        if self._asked and (rows is not self._rows or place != self._asked or length != self._length):
+    def ask(self, layers: Sequence[Any], place: int, rows: Tensor, length: int) -> None:
+        """Row b of the first `length` slots of the layer at `place` becomes its row rows[b], int64."""
+        same = layers is self._layers and rows is self._rows and (place, length) == (self._asked, self._length)
+        if not same:
             self.flush()
-        if place != self._asked:
-            return self._reorder(place, rows, length)
-        self._rows, self._asked, self._length = rows, place + 1, length
-        if self._asked == len(self._layers):
-            self._rows, self._asked = None, 0
-            _reorder(self._block, self._block.dim() - 4, rows, length)
+        block = getattr(layers[place], "block", None)
+        if block is None or place != self._asked:
+            return _reorder_layer(layers[place], rows, length)
+        self._layers, self._rows, self._asked, self._length = layers, rows, place + 1, length
+        if self._asked == len(layers):
+            self._forget()
+            _reorder(block, block.dim() - 4, rows, length)
         return None
 
     def flush(self) -> None:
         """Reorder the layers that wait."""
-        rows, asked = self._rows, self._asked
-        self._rows, self._asked = None, 0
-        for place in range(asked):
+        layers, rows = self._layers[: self._asked], self._rows
+        self._forget()
+        for layer in layers:
             assert rows is not None
-            self._reorder(place, rows, self._length)
+            _reorder_layer(layer, rows, self._length)
 
-    def _reorder(self, place: int, rows: Tensor, length: int) -> None:
-        for states in (self._layers[place].keys, self._layers[place].values):
-            for tensor in tensors_of(states):
-                _reorder(tensor, 0, rows, length)
+    def _forget(self) -> None:
+        self._layers, self._rows, self._asked = (), None, 0
+
+
+def _reorder_layer(layer: Any, rows: Tensor, length: int) -> None:
+    for tensor in (*tensors_of(layer.keys), *tensors_of(layer.values)):
+        _reorder(tensor, 0, rows, length)
 
 
 def _reorder(tensor: Tensor, dim: int, rows: Tensor, length: int) -> None:

@@ -166,11 +166,12 @@ def test_weights_stay_where_they_are_when_adapters_change() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_several_adapters_as_one(dtype: torch.dtype) -> None:
-    pairs = [(torch.randn(r, 24), torch.randn(19, r)) for r in (3, 5)]
-    one = PackAdapters.of(pairs, dtype)
+    pairs = [(torch.randn(r, 24).to(dtype), torch.randn(19, r).to(dtype)) for r in (3, 5)]
+    one = PackAdapters.of(pairs)
     assert one is not None
-    assert PackAdapters.of([], dtype) is None
+    assert one.data.dtype == dtype
+    assert PackAdapters.of([]) is None
     x, y = torch.randn(4, 24), torch.randn(4, 19)
-    due = y + sum((x @ a.to(dtype).float().T) @ b.to(dtype).float().T for a, b in pairs)
+    due = y + sum((x @ a.float().T) @ b.float().T for a, b in pairs)
     torch.testing.assert_close(one.add_(y.clone(), x), due)
     assert not one.blocks[-1, :, 3:].any()

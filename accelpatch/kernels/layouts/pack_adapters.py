@@ -25,11 +25,13 @@ class PackAdapters:
     k: int
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> PackAdapters | None:
-        """Several adapters, each (down, up) of any float dtype, as one; None for none. dtype: of `data`."""
+    def of(cls, pairs: Sequence[tuple[Tensor, Tensor]]) -> PackAdapters | None:
+        """Several adapters, each (down, up) of any float dtype, as one; None for none. Factors that are all bfloat16
+        stay so, others become float32."""
         if not pairs:
             return None
         downs, ups = zip(*pairs, strict=True)
+        dtype = torch.bfloat16 if {one.dtype for one in (*downs, *ups)} == {torch.bfloat16} else torch.float32
         down, up = torch.cat(downs).detach().to(dtype), torch.cat(ups, 1).detach().to(dtype)
         padded = functional.pad(up, (0, 0, 0, -len(up) % ROWS))
         blocks = padded.view(-1, ROWS, up.shape[1]).transpose(1, 2)

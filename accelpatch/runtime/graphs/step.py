@@ -218,10 +218,11 @@ class CapturedStep(Lent):
     def adopt(self, smaller: CapturedStep) -> None:
         """Copy cache and mask from a step of smaller capacity; another's contents that lie there come with them."""
         self.vacate()
-        copy_slots(smaller.cache, self.cache)
         self._contents, smaller._contents = smaller._contents, None
-        if (contents := None if self._contents is None else self._contents()) is not None:
-            contents.static = self.cache
+        if (contents := None if self._contents is None else self._contents()) is None:
+            copy_slots(smaller.cache, self.cache)
+        else:
+            contents.move(self.cache)
         self.mask.zero_()
         self.mask[:, : smaller.capacity].copy_(smaller.mask)
         self._copy_mask()

@@ -121,6 +121,14 @@ def test_generate_gives_the_tokens_of_the_modules(way: str, batch: Callable[[], 
     assert native_steps(model) > 0 or way == "lookup"
 
 
+def test_beams_over_a_cache_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelpatch.runtime.cpu.native_cache.ROOM", 4)
+    model, options = patched("llama"), {"num_beams": 2, "do_sample": False, "max_new_tokens": 40}
+    due = by_modules(copy.deepcopy(model)).generate(**full_batch(), **options)
+    assert torch.equal(model.generate(**full_batch(), **options), due)
+    assert native_steps(model) >= 30
+
+
 def test_the_cache_shows_what_the_modules_would_have_cached() -> None:
     model, batch = patched("qwen3"), full_batch()
     caches = []
