@@ -18,6 +18,7 @@ DIFFERENTIABLE: Mapping[str, tuple[int, ...]] = {
     "int8_linear": (0,),
     "int4_linear": (0,),
     "int3_linear": (0,),
+    "tiled_int3_linear": (0,),
     "tiled_int4_linear": (0,),
     "compact_linear": (0,),
     "fp8_linear": (0,),

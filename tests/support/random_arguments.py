@@ -11,8 +11,9 @@ from torch import Tensor
 from accelpatch.kernels.codebooks import scale_dtype
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.kernels.layouts.cpu_pack import Pack
+from accelpatch.kernels.layouts.int3_tiles import Int3Tiles
 from accelpatch.kernels.layouts.int4_tiles import Tiles
-from accelpatch.kernels.layouts.row_major import FP8
+from accelpatch.kernels.layouts.row_major import FP8, Int3Rows
 from accelpatch.kernels.layouts.w8a8_pack import W8A8Pack
 from accelpatch.kernels.ops.attention.cases import Call, made
 from accelpatch.quant import int4, int8
@@ -131,6 +132,17 @@ def random_tiles(rng: random.Random, generator: torch.Generator, dtype: torch.dt
     return x, *Tiles.pack(q, scale, offset), rng.choice((None, bias))
 
 
+def random_int3_tiles(rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
+    """The same of 3 bits."""
+    group = rng.choice((32, 64, 128, 256, 0))
+    m, n, k = rng.choice(M), rng.randint(1, 70), group * rng.randint(1, 4) or 8 * rng.randint(1, 75)
+    x, bias = torch.randn(m, k, generator=generator).to(dtype), torch.randn(n, generator=generator).to(dtype)
+    q = torch.randint(-128, 128, (n, k // 8 * 3), generator=generator, dtype=torch.int8)
+    scale = (torch.rand(n, k // group if group else 1, generator=generator) / 100).half()
+    zero = torch.randint(0, 8, scale.shape, generator=generator, dtype=torch.int8)
+    return x, *Int3Tiles.of(Int3Rows(q, scale, rng.choice((None, -4 * scale, zero)))), rng.choice((None, bias))
+
+
 def random_norm(op: str, x: Tensor, weight: Tensor, rng: random.Random, generator: torch.Generator) -> tuple[Any, ...]:
     """An RMSNorm's arguments, with what its operation has beside it."""
     plus_one = rng.random() < 0.5
@@ -161,8 +173,13 @@ def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: 
         return random_w8a8(op, rng, generator, dtype)
     if op.startswith(("packed_", "block_")):
         return (random_pack if op.startswith("packed_") else random_args_of_blocks)(op, rng, generator, dtype)
-    if op in ("flash_attention", "tiled_int4_linear"):
-        return (random_attention if op == "flash_attention" else random_tiles)(rng, generator, dtype)
+    own = {
+        "flash_attention": random_attention,
+        "tiled_int4_linear": random_tiles,
+        "tiled_int3_linear": random_int3_tiles,
+    }
+    if op in own:
+        return own[op](rng, generator, dtype)
     m, n, k, groups = rng.choice(M), rng.randint(1, 70), rng.randint(1, 70), rng.choice((1, 2, 3))
     k = {"int4_linear": 2, "int3_linear": 8}.get(op, 1) * groups * k
     x, scale, bias = (

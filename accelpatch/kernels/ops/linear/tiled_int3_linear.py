@@ -15,15 +15,13 @@ from torch.nn import functional
 
 from accelpatch.device import Device, probe
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.arguments import FLOATS, require, say
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import int3_tiles, int4_tiles
 from accelpatch.kernels.layouts.int3_tiles import TILE_BYTES, Int3Tiles
 from accelpatch.kernels.layouts.row_major import Int3Rows
 from accelpatch.kernels.layouts.tiled import in_order, in_tiles
-from accelpatch.kernels.layouts.tiling import TILE_ROWS
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops.linear import common, gradient, int3_linear
+from accelpatch.kernels.ops.linear import common, gradient, int3_linear, tiled
 from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
@@ -62,20 +60,8 @@ def spec(x: Tensor, *args: Any) -> Spec:
     """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
     *rest, bias = args
     tiles = Int3Tiles(*rest)
-    n, k = tiles.n, tiles.k
-    require(x.dim() >= 1 and x.dtype in FLOATS, OP, f"x is float [..., K], not {say(x)}")
-    require(x.shape[-1] == k, OP, f"x has {x.shape[-1]} features, the weight {k}")
-    place = int4_tiles.places(k, tiles.group)
-    size = [-(-tiles.rows // TILE_ROWS), place["steps"], TILE_BYTES]
-    require(list(tiles.w.shape) == size, OP, f"the tiles of [{tiles.rows}, {k}] are {size}, not {say(tiles.w)}")
-    interleaved = tiles.part == "all" or tiles.rows % (2 * TILE_ROWS) == 0
-    require(interleaved, OP, f"paired tiles hold a multiple of {2 * TILE_ROWS} rows, not {tiles.rows}")
-    sets = ((place["steps"] - 1) >> place["group_shift"]) + 1
-    size = [size[0], sets, TILE_ROWS // 2, place["groups"], 2]
-    for table in (tiles.scale, tiles.scale if tiles.offset is None else tiles.offset):
-        require(list(table.shape) == size, OP, f"scale and offset are {size}, not {say(table)}")
-    common.check_beside(OP, x, n, bias, w=tiles.w, scale=tiles.scale, offset=tiles.offset)
-    return of_shape(n, k, x.dtype, tiles.group, tiles.kind, tiles.scale.dtype, m=x.numel() // k)
+    tiled.check(OP, x, tiles, TILE_BYTES, tiles.offset, bias)
+    return of_shape(tiles.n, tiles.k, x.dtype, tiles.group, tiles.kind, tiles.scale.dtype, m=x.numel() // tiles.k)
 
 
 def of_shape(
@@ -162,7 +148,7 @@ gradient.differentiate(tiled_int3_linear, Int3Tiles, _rows)
 def cases() -> list[Case]:
     """The cases of int3_linear that have tiles, as tiles; and interleaved tiles."""
 
-    def tiled(case: Case) -> Case:
+    def in_tiles_of(case: Case) -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
             x, q, scale, offset, bias = case.make(generator, dtype, device)
             return x, *Int3Tiles.of(Int3Rows(q, scale, offset)), bias
@@ -185,7 +171,7 @@ def cases() -> list[Case]:
         k = max(k // int3_linear.CODES, 1) * int3_linear.CODES
         return k % groups == 0 and int4_tiles.unfit(k, k // groups, torch.float16) is None
 
-    whole = [tiled(case) for case, size in zip(int3_linear.cases(), common.SIZES, strict=True) if fits(size)]
+    whole = [in_tiles_of(case) for case, size in zip(int3_linear.cases(), common.SIZES, strict=True) if fits(size)]
     return whole + [interleaved(part, m) for part in ("both", "gate", "up") for m in (1, 9, 70)]
 
 

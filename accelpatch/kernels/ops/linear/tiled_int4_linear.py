@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from accelpatch.device import KIB, Device, probe
 from accelpatch.kernels import dispatch
-from accelpatch.kernels.arguments import FLOATS, require, say
 from accelpatch.kernels.codebooks import CODEBOOKS, NVFP4, scale_dtype
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import int4_tiles
@@ -24,7 +23,7 @@ from accelpatch.kernels.layouts.row_major import Int4Rows
 from accelpatch.kernels.layouts.tiled import in_order, in_tiles
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops.linear import common, gradient, int4_linear, wgmma
+from accelpatch.kernels.ops.linear import common, gradient, int4_linear, tiled, wgmma
 from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
@@ -63,22 +62,10 @@ def spec(x: Tensor, *args: Any) -> Spec:
     """The Spec of a call, for dispatch. Raises KernelError where shapes, dtypes or devices do not fit together."""
     *rest, bias = args
     tiles = Tiles(*rest)
-    n, k = tiles.n, tiles.k
-    require(x.dim() >= 1 and x.dtype in FLOATS, OP, f"x is float [..., K], not {say(x)}")
-    require(x.shape[-1] == k, OP, f"x has {x.shape[-1]} features, the weight {k}")
-    place = int4_tiles.places(k, tiles.group)
-    size = [-(-tiles.rows // TILE_ROWS), place["steps"], TILE_ROWS * TILE_VALUES // 2]
-    require(list(tiles.w.shape) == size, OP, f"the tiles of [{tiles.rows}, {k}] are {size}, not {say(tiles.w)}")
-    interleaved = tiles.part == "all" or tiles.rows % (2 * TILE_ROWS) == 0
-    require(interleaved, OP, f"paired tiles hold a multiple of {2 * TILE_ROWS} rows, not {tiles.rows}")
-    sets = ((place["steps"] - 1) >> place["group_shift"]) + 1
-    size = [size[0], sets, TILE_ROWS // 2, place["groups"], 2]
-    beside = tiles.scale if tiles.offset is None or tiles.kind == NVFP4 else tiles.offset
-    for table in (tiles.scale, beside):
-        require(list(table.shape) == size, OP, f"scale and offset are {size}, not {say(table)}")
-    common.check_beside(OP, x, n, bias, w=tiles.w, scale=tiles.scale, offset=tiles.offset)
+    offset = None if tiles.kind == NVFP4 else tiles.offset  # which has factors of rows there
+    tiled.check(OP, x, tiles, TILE_ROWS * TILE_VALUES // 2, offset, bias)
     scale = scale_dtype(tiles.kind) if tiles.kind in CODEBOOKS else tiles.scale.dtype  # not that of its tables
-    return of_shape(n, k, x.dtype, tiles.group, tiles.kind, scale, m=x.numel() // k)
+    return of_shape(tiles.n, tiles.k, x.dtype, tiles.group, tiles.kind, scale, m=x.numel() // tiles.k)
 
 
 def of_shape(
@@ -238,7 +225,7 @@ gradient.differentiate(tiled_int4_linear, Tiles, _rows)
 def cases() -> list[Case]:
     """The cases of int4_linear that have tiles, as tiles; and interleaved tiles."""
 
-    def tiled(case: Case) -> Case:
+    def in_tiles_of(case: Case) -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
             x, q, scale, offset, codes, bias = case.make(generator, dtype, device)
             scale = scale.to(scale_dtype(codes) if codes else torch.float16)
@@ -272,7 +259,7 @@ def cases() -> list[Case]:
 
     books = ((64, "nf4"), (32, "nf4"), (64, "fp4"), (32, "e2m1"), (16, NVFP4))
     codes = [of_codes(m, group, book) for m in (1, 9, 70) for group, book in books]
-    whole = [tiled(case) for case, size in zip(int4_linear.cases(), common.SIZES, strict=False) if _fits(size)]
+    whole = [in_tiles_of(case) for case, size in zip(int4_linear.cases(), common.SIZES, strict=False) if _fits(size)]
     return whole + codes + [interleaved(part, m) for part in ("both", "gate", "up") for m in (1, 9, 70)]
 
 
