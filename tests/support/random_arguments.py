@@ -168,18 +168,19 @@ def random_attention(rng: random.Random, generator: torch.Generator, dtype: torc
     return made(call, generator, dtype, torch.device("cpu"))
 
 
+#: operation -> what makes all of its arguments
+OF_ITS_OWN = {
+    "flash_attention": random_attention, "tiled_int4_linear": random_tiles, "tiled_int3_linear": random_int3_tiles,
+}  # fmt: skip
+
+
 def random_args(op: str, rng: random.Random, generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
     if op in (*W8A8, *OF_INT8):
         return random_w8a8(op, rng, generator, dtype)
     if op.startswith(("packed_", "block_")):
         return (random_pack if op.startswith("packed_") else random_args_of_blocks)(op, rng, generator, dtype)
-    own = {
-        "flash_attention": random_attention,
-        "tiled_int4_linear": random_tiles,
-        "tiled_int3_linear": random_int3_tiles,
-    }
-    if op in own:
-        return own[op](rng, generator, dtype)
+    if op in OF_ITS_OWN:
+        return OF_ITS_OWN[op](rng, generator, dtype)
     m, n, k, groups = rng.choice(M), rng.randint(1, 70), rng.randint(1, 70), rng.choice((1, 2, 3))
     k = {"int4_linear": 2, "int3_linear": 8}.get(op, 1) * groups * k
     x, scale, bias = (
