@@ -34,7 +34,7 @@ def test_tied_weights_are_stored_once(folder: Path) -> None:
     assert len({"model.embed_tokens.q", "lm_head.q"} & names) == 1
     assert not {"model.embed_tokens.weight", "lm_head.weight"} & names
     loaded = opened(folder)
-    assert loaded.lm_head.held is loaded.model.embed_tokens.held
+    assert loaded.lm_head.weight_owner is loaded.model.embed_tokens.weight_owner
 
 
 def test_shards(model: Any, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_the_tied_table_of_t5_is_one_pack_in_every_place() -> None:
     with accelpatch.patched(model, "int8"):
         after = {place: model.get_submodule(place) for place in places}
         assert not {id(module) for module in after.values()} & {id(module) for module in before.values()}
-        assert len({id(module.held) for module in after.values()}) == 1
+        assert len({id(module.weight_owner) for module in after.values()}) == 1
         assert len({module.weight[7, 3].item() for module in after.values()}) == 1
         for one in places:  # one module under two names stays one module
             assert [after[one] is after[two] for two in places] == [before[one] is before[two] for two in places]
