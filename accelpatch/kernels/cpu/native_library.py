@@ -24,7 +24,8 @@ E4M3_SCALES = 2  # of half_scales
 ISAS = ("portable", "avx2", "avx512", "dotprod")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-MAX_BATCH, MAX_THREADS, ROWS = 8, 64, 16
+EXPERT_ACTIVATIONS = ACTIVATIONS | {"clamped_swiglu": 4}
+MAX_BATCH, MAX_THREADS, ROWS, MAX_EXPERTS, MAX_CHOSEN = 8, 64, 16, 1024, 64
 _REASONS = {
     1: "its arguments do not fit together",
     2: "there is not enough memory",
@@ -62,7 +63,11 @@ class Layer(Structure):
         *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
         ("window", c_int64),
         *((name, c_float) for name in ("attention_scale", "attention_softcap")),
-        *((name, c_int32) for name in ("rope", "activation", "cache", "reserved")),
+        *((name, c_int32) for name in ("rope", "activation", "cache", "normalise")),
+        ("sinks", c_void_p),
+        ("router", Linear),
+        *((name, c_int64) for name in ("expert_bytes", "down_bytes", "chosen")),
+        *((name, c_float) for name in ("alpha", "limit")),
     )
 
 
@@ -92,6 +97,7 @@ class Attention(Structure):
         *((name, c_int64) for name in ("batch", "heads", "kv_heads", "d", "batch_stride", "head_stride", "window")),
         ("scale", c_float),
         ("softcap", c_float),
+        ("sinks", c_void_p),
     )
 
 
@@ -103,6 +109,7 @@ class Pages(Structure):
         *((name, c_int64) for name in ("batch", "heads", "kv_heads", "d", "tokens")),
         ("scale", c_float),
         ("softcap", c_float),
+        ("sinks", c_void_p),
     )
 
 

@@ -22,17 +22,19 @@ from accelpatch.runtime.cpu.native_step import NATIVE
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from tests.support.simulated import assert_float_rule, simulated
 from tests.support.spread import spread
-from tests.support.tiny import CAUSAL, full_batch, padded_batch
+from tests.support.tiny import CAUSAL, EXPERTS, full_batch, padded_batch
 
 reason = libraries.why_not("cpu", probe("cpu"))
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"no native library: {reason}")
 STEPPING = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"]
-MODULES = ["phi3", "opt", "gpt2", "gpt_neox", "bloom", "falcon", "mixtral", "qwen3_moe"]
+SPARSE = ["mixtral", "qwen3_moe", "gpt_oss"]
+MODULES = ["phi3", "opt", "gpt2", "gpt_neox", "bloom", "falcon", "olmoe"]
+MODELS = {**CAUSAL, **EXPERTS}
 STEPS = 64
 
 
 def patched(name: str, recipe: str = "int8") -> nn.Module:
-    return accelpatch.patch(CAUSAL[name].make(), recipe, verify=False)
+    return accelpatch.patch(MODELS[name].make(), recipe, verify=False)
 
 
 def native_steps(model: nn.Module) -> int:
@@ -71,7 +73,17 @@ def decode_alone(model: nn.Module, batch: dict[str, Tensor], steps: int) -> Tens
 @pytest.mark.each_value
 @spread("name, recipe", STEPPING, ["int8", "int4", "exact"])
 def test_logits_of_64_steps(name: str, recipe: str) -> None:
-    original, batch = CAUSAL[name].make(), padded_batch()
+    hold_64_steps(name, recipe)
+
+
+@pytest.mark.each_value
+@spread("name, recipe", SPARSE, ["int8", "int4"])
+def test_logits_of_64_steps_with_experts(name: str, recipe: str) -> None:
+    hold_64_steps(name, recipe)
+
+
+def hold_64_steps(name: str, recipe: str) -> None:
+    original, batch = MODELS[name].make(), padded_batch()
     plan = accelpatch.plan(original, recipe)
     exact = decode_alone(simulated(original, plan, torch.float64), batch, STEPS)
     model = patched(name, recipe)
