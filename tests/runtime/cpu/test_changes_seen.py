@@ -49,9 +49,36 @@ def _one_cap(model: Any) -> None:
     model.model.layers[1].self_attn.attn_logit_softcapping = 0.05
 
 
+def _sinks(model: Any) -> None:
+    model.model.layers[1].self_attn.sinks.add_(3.0)
+
+
+def _new_sinks(model: Any) -> None:
+    model.model.layers[0].self_attn.sinks = nn.Parameter(torch.full((4,), 2.0))
+
+
+def _sinks_behind_the_count(model: Any) -> None:
+    model.model.layers[1].self_attn.sinks.data.fill_(4.0)
+
+
+def _router(model: Any) -> None:
+    model.model.layers[0].mlp.router.weight.neg_()
+
+
+def _router_bias(model: Any) -> None:
+    model.model.layers[0].mlp.router.bias.copy_(torch.tensor([9.0, 0.0, 0.0, 9.0]))
+
+
+def _other_experts(model: Any) -> None:
+    experts = model.model.layers[1].mlp.experts
+    experts.load_state_dict({name: one.flip(0) for name, one in experts.state_dict().items()})
+
+
 CHANGES: list[tuple[str, Callable[[Any], None]]] = [
     ("gemma2", _final_cap), ("gemma2", _attention_cap), ("gemma2", _one_cap), ("llama", _rotary_scale),
     ("llama", _frequencies), ("llama", _one_activation), ("llama", _one_scaling), ("llama", _one_epsilon),
+    ("gpt_oss", _sinks), ("gpt_oss", _new_sinks), ("gpt_oss", _sinks_behind_the_count), ("gpt_oss", _router),
+    ("gpt_oss", _router_bias), ("gpt_oss", _other_experts),
 ]  # fmt: skip
 
 
