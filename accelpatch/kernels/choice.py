@@ -93,6 +93,7 @@ BY_DOCUMENTATION = "by ROCm's documentation: AITER, flash-attn, AOTriton (torch'
 
 TRITON, FUSED = (Row(("triton", "torch")),), (Row(("triton", "operations")),)
 PACKED, PLAIN = (Row(("cpu", "torch")),), (Row(("torch",)),)
+STORED = ("cpu_stored", "torch")  # of weights that a CPU reads as a checkpoint stores them
 
 _FLOAT_GEMM: Mapping[str, Any] = {
     "on": "wgmma", "dtypes": HALVES, "rows": (9, 64), "sizes": {"N": (2048, None)}, "multiples": {"K": 128},
@@ -127,9 +128,9 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
         Row(("hip_unpack", "torch"), note=H200),
     ),
     "fp8_linear": (
-        Row(("triton", "hip", "torch"), rows=(9, 64), options={"form": (FP8_BLOCKS,)}, note="not measured"),
-        Row(("hip", "triton", "torch"), options={"form": (FP8_BLOCKS,)}, rows=(0, 8), note=ONE_PASS),
-        Row(("hip", "torch")),
+        Row(("triton", "hip", *STORED), rows=(9, 64), options={"form": (FP8_BLOCKS,)}, note="not measured"),
+        Row(("hip", "triton", *STORED), options={"form": (FP8_BLOCKS,)}, rows=(0, 8), note=ONE_PASS),
+        Row(("hip", *STORED)),
     ),
     "quantize_rows": TRITON,
     "gemm_w8a8": (
@@ -151,7 +152,7 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
     ),
     "w8a8_packed": PACKED,
     "int8_embedding": PLAIN,
-    "block_linear": TRITON,
+    "block_linear": (Row(("triton", *STORED)),),
     "block_embedding": PLAIN,
     "packed_linear": PACKED,
     "packed_embedding": PACKED,

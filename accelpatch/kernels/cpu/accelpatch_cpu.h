@@ -55,6 +55,32 @@ typedef struct {
     const float* table;   /* [16] of AP_TABLE */
 } ap_linear;
 
+/* Forms of weights that are read as a checkpoint stores them: the blocks of GGUF, and e4m3 with float32 scales. */
+enum {
+    AP_STORED_Q8_0 = 0,
+    AP_STORED_Q4_0 = 1,
+    AP_STORED_Q4_1 = 2,
+    AP_STORED_Q5_0 = 3,
+    AP_STORED_Q5_1 = 4,
+    AP_STORED_Q2_K = 5,
+    AP_STORED_Q3_K = 6,
+    AP_STORED_Q5_K = 7,
+    AP_STORED_IQ4_NL = 8,
+    AP_STORED_IQ4_XS = 9,
+    AP_STORED_Q4_K = 10,
+    AP_STORED_Q6_K = 11,
+    AP_STORED_E4M3 = 12
+};
+enum { AP_MAX_STORED = 64 }; /* tokens of a call */
+typedef struct {
+    int32_t form, reserved;
+    int64_t n, k;
+    int64_t scales; /* of a row of AP_STORED_E4M3: 1, or one for each 128 values */
+    const uint8_t* data;
+    const float* scale; /* [n, scales]; NULL of blocks */
+    const float* bias;  /* [n] or NULL */
+} ap_stored;
+
 int ap_best_isa(void);
 /* Chooses the path for every later call: an AP_ISA that this machine has, or -1 for its best. For tests. */
 int ap_use_isa(int isa);
@@ -81,6 +107,11 @@ int ap_linear_run(
 /* The same for many tokens, in float32: the weight, which is packed, is made float once for all of them. */
 int ap_panels_run(
     const ap_linear* w, const float* x, int64_t m, int64_t x_stride, float* y, int64_t y_stride, int threads);
+/* y = x @ w.T + bias of a weight as it is stored, for at most AP_MAX_STORED tokens, in float32. */
+int ap_stored_run(
+    const ap_stored* w, const float* x, int64_t m, int64_t x_stride, float* y, int64_t y_stride, int threads);
+/* The values of all rows, float32 [n, k]. */
+int ap_stored_values(const ap_stored* w, float* values, int threads);
 /* rows[i] = w[ids[i]] as float32 [count, k]. */
 int ap_gather(const ap_linear* w, const int64_t* ids, int64_t count, float* rows);
 /* y = x / rms(x) * weight over the last dimension; where residual is given, x + residual first, kept in sum. float32.

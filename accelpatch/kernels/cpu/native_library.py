@@ -26,6 +26,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 EXPERT_ACTIVATIONS = ACTIVATIONS | {"clamped_swiglu": 4}
 MAX_BATCH, MAX_THREADS, ROWS, MAX_EXPERTS, MAX_CHOSEN = 8, 64, 16, 1024, 64
+MAX_STORED = 64  # rows of x beside a weight that is read as it is stored
 _REASONS = {
     1: "its arguments do not fit together",
     2: "there is not enough memory",
@@ -113,6 +114,16 @@ class Pages(Structure):
     )
 
 
+class Stored(Structure):
+    """Mirror of `ap_stored`."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("form", "reserved")),
+        *((name, c_int64) for name in ("n", "k", "scales")),
+        *((name, c_void_p) for name in ("data", "scale", "bias")),
+    )
+
+
 _LINEAR, _P = POINTER(Linear), c_void_p
 #: function -> (result, arguments)
 SIGNATURES = {
@@ -126,6 +137,8 @@ SIGNATURES = {
     "ap_linear_run": (c_int, (_LINEAR, _P, c_int64, c_int64, _P, c_int64, c_int, c_int)),
     "ap_gather": (c_int, (_LINEAR, _P, c_int64, _P)),
     "ap_panels_run": (c_int, (_LINEAR, _P, c_int64, c_int64, _P, c_int64, c_int)),
+    "ap_stored_run": (c_int, (POINTER(Stored), _P, c_int64, c_int64, _P, c_int64, c_int)),
+    "ap_stored_values": (c_int, (POINTER(Stored), _P, c_int)),
     "ap_rmsnorm": (c_int, (_P, _P, _P, c_float, c_int64, c_int64, _P, _P, c_int)),
     "ap_rope_": (c_int, (_P, _P, _P, c_int64, c_int64, c_int64)),
     "ap_gated": (c_int, (_P, _P, c_int, c_int64, _P, c_int)),
