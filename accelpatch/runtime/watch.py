@@ -84,8 +84,7 @@ class Watch:
         self._versions = list(map(_version, self._written))
         self._quantised = [module for module in quantised_in(model) if not is_offloaded(module)]
         self._layouts = [module.own_layout for module in self._quantised]
-        self._experts = [module for module in modules if isinstance(module, QuantizedExperts)]
-        self._stacks = [module.layouts for module in self._experts]
+        self._experts = [(module, module.layouts) for module in modules if isinstance(module, QuantizedExperts)]
         self._adapters = [module for module in modules if is_adapter(module)]
         self._flags = grouped(flag_places(model))
         self._model, self._random = weakref.ref(model), random_in_training(model)
@@ -117,7 +116,7 @@ class Watch:
             or list(map(Tensor.data_ptr, self._tensors)) != self._pointers
             or list(map(_version, self._written)) != self._versions
             or not all(map(is_, map(attrgetter("own_layout"), self._quantised), self._layouts))
-            or not all(map(is_, map(attrgetter("layouts"), self._experts), self._stacks))
+            or any(module.layouts is not held for module, held in self._experts)
             or values_of(self._plain) != self._values
             or any(implementation(config) != name for config, name in self._implementations)
         )

@@ -133,6 +133,24 @@ static void products() {
         ap_panels_run(&o.w, from, m, x_stride, wide.tail, y_stride, static_cast<int>(pick(1, 3))) == AP_OK, "panels");
 }
 
+// A weight as a checkpoint stores it, in exactly its bytes.
+static void stored() {
+    const int64_t bytes[] = {34, 18, 20, 22, 24, 84, 110, 176, 18, 136, 144, 210};
+    const auto form = static_cast<int32_t>(pick(AP_STORED_Q8_0, AP_STORED_E4M3));
+    const bool e4m3 = form == AP_STORED_E4M3, small = form <= AP_STORED_Q5_1 || form == AP_STORED_IQ4_NL;
+    const int64_t n = pick(1, 40), blocks = pick(1, 5), k = e4m3 ? pick(1, 700) : blocks * (small ? 32 : 256);
+    const int64_t m = pick(0, 64), size = n * (e4m3 ? k : blocks * bytes[form]);
+    Owned o;
+    Buffer<uint8_t> data(size);
+    for (int64_t i = 0; i < size; i++) data.tail[i] = static_cast<uint8_t>(pick(0, 255));
+    const int64_t scales = pick(0, 1) ? 1 : (k + 127) / 128;
+    const ap_stored w = {
+        form, 0, n, k, scales, data.tail, e4m3 ? floats(o, n * scales) : nullptr, pick(0, 1) ? floats(o, n) : nullptr};
+    const int threads = static_cast<int>(pick(1, 3));
+    require(ap_stored_run(&w, floats(o, m * k), m, k, floats(o, m * n), n, threads) == AP_OK, "stored_run");
+    require(ap_stored_values(&w, floats(o, n * k), threads) == AP_OK, "stored_values");
+}
+
 static void rows() {
     const int64_t m = pick(0, 5), k = pick(1, 200), half = pick(1, 40), heads = pick(1, 4);
     Owned o;
@@ -249,6 +267,7 @@ int main(int, char** argv) {
     require(ap_use_isa(std::atoi(argv[3])) == AP_OK, "use_isa");
     for (int i = 0; i < rounds; i++) {
         products();
+        stored();
         rows();
         attention();
         pages();
