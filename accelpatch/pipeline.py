@@ -34,7 +34,7 @@ from accelpatch.models.encoders import layer_roles
 from accelpatch.models.family import roles_of
 from accelpatch.models.inputs import sample_inputs
 from accelpatch.models.smoothing import smoothing_groups
-from accelpatch.modules.attention_settings import configurations, unnamed
+from accelpatch.modules.attention_settings import configs_with_own_masks, unnamed
 from accelpatch.parallel.device_map import placement_of
 from accelpatch.patching import apply, formula
 from accelpatch.patching.host_copies import HostCopies, rounded_weights
@@ -281,7 +281,7 @@ def _carry_out(model: Any, request: Request) -> None:
         made = [item.built for item in built]
         handle = apply.commit(model, planned, made, request.keep_original, attributes, report)
         try:
-            for owner, settings in configurations(model):
+            for owner, settings in configs_with_own_masks(model):
                 handle.configure(owner, settings)
             runtime.code.look()
             fuse(model, request, runtime, captured, report)

@@ -34,6 +34,7 @@ KERNELS = (
     "gemv_int4",
     "gemv_int4_32",
     "gemv_int4_64",
+    "gemv_int3",
     "gemv_low_rank",
     "gemv_int8_low_rank",
     "gemv_int4_low_rank",
@@ -164,11 +165,11 @@ def faults(arch: str, taken: Resources, code: str) -> list[str]:
     meant = MEANT[arch, "F16" if "3F16" in taken.kernel else "Bf16"]
     if "attention_kernel" in taken.kernel or "int4_gemm" in taken.kernel:
         meant = meant.replace("v_fma_mix_f32", "v_mfma_f32_16x16x16f16")
-    if re.search(r"Int[48]I|Codebook4I|Nvfp4|W8A8", taken.kernel):
+    if re.search(r"Int[348]I|Codebook4I|Nvfp4|W8A8", taken.kernel):
         meant = MEANT_INTEGER[arch]
     if fp8 := re.search(r"W8A8Fp8ILb(\d)", taken.kernel):
         meant = MEANT_FP8[arch, fp8[1]]
-    wide = r"global_load_dwordx2" if "Int8ILi2" in taken.kernel else r"global_load_dwordx4"
+    wide = r"global_load_dwordx2" if re.search("Int8ILi2|Int3I", taken.kernel) else r"global_load_dwordx4"
     if not any(re.search(meant, loop) and re.search(wide, loop) for loop in streaming_loops(code)):
         bad.append(f"no loop with both {meant} and {wide}")
     return bad

@@ -23,14 +23,15 @@ TOPICS = {
     "encoder_decoder": "Time encoder-decoders, speech and text, patched and not.",
     "families": "Time every family that is fused, beside Llama.",
     "prompt": "Time the first token of long prompts, with the memory that they take.",
-    "smoothquant": "Time SmoothQuant's recipes beside others, and int8 products.",
-    "fp8": "Time recipe fp8 beside others, and 8-bit float products.",
+    "recipes": "Time recipes beside each other: prompts, decoding, memory.",
     "opt": "Time OPT in float16 and in int8 from end to end, with memory.",
     "experts": "Time models with experts, and the kernels of experts.",
     "foreign": "Time checkpoints that others quantised beside own int4.",
     "parallel": "Time models that accelerate spreads over devices or offloads.",
     "tensor_parallel": "Time models that are split among GPUs, and their all-reduces.",
+    "projection": "Work out tensor parallel on eight GPUs from measured parts.",
     "checkpoint": "Time saving and loading of a patched model.",
+    "quantize": "Time the methods of quantisation from files to files.",
     "patch": "Time patch() at each level of verification.",
     "start": "Time patch() to the first token in processes that have just begun.",
     "checks": "Time the checks before each call and each step.",
@@ -39,6 +40,7 @@ TOPICS = {
     "flash": "Time the attention of prompts by every implementation.",
     "gemv": "Time the HIP products of 1 to 8 tokens beside their peers.",
     "gemm_search": "Compare the search of `tune hipblaslt` with a sweep of all choices.",
+    "adapters": "Time decoding with LoRA adapters beside the same without them.",
     "train": "Time a step of LoRA training beside PEFT in bf16 and bitsandbytes.",
     "compiled": "Time models of no known family with torch.compile and without.",
     "continuous": "Time many requests at once through generate_batch.",
@@ -50,7 +52,7 @@ TOPICS = {
 ON_GPUS = ("gemv", "gemm_search", "tensor_parallel")  # which have no --device
 
 #: topic -> its module, where that has another name
-MODULES = dict.fromkeys(("smoothquant", "fp8", "prompt", "opt", "families"), "recipes")
+MODULES = dict.fromkeys(("prompt", "opt", "families"), "recipes")
 MODULES |= dict.fromkeys(("patch", "start", "checkpoint", "checks", "train"), "preparation")
 MODULES |= dict.fromkeys(("paths", "encoder_decoder", "compiled"), "calls") | {"kv_cache": "attention"}
 MODULES |= dict.fromkeys(("lookup", "drafts"), "speculation")

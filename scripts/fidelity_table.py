@@ -1,9 +1,9 @@
-"""Print the tables of docs/fidelity.md: what each number format does to the embedded model, raw and moved off its grid.
+"""Print the tables of docs/fidelity.md: what each number format does to the embedded model, raw and with noise added.
 
 python scripts/fidelity_table.py [--model NAME_OR_FOLDER] [--tokens 2560] [--seed 0] [--recipes smoothquant fp8 ...]
                                  [--methods gptq awq ... [--bits 4 | --budget 4.5bits] [--group 64] [--samples 64]]
 
---recipes: those that round activations too, by the patched model itself, moved off its grid; no other table is printed.
+--recipes: those that round activations too, by the patched model itself, with noise added; no other table is printed.
 --methods: how weights are made, calibrated on samples x 256 tokens of the same prose behind those that are read. Bytes
 are those of the linear layers but the head, with their scales; the time is that of the patch.
 """

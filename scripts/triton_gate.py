@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gates.attention import PROMPT, kernels_of_attention, kernels_of_other_attention
 from gates.blocks import kernels_of_blocks
-from gates.builds import ARCHS, Build, compiled, impatient, no_matrix_unit, slow_on_hopper
+from gates.builds import ARCHS, BEHIND, Build, compiled, impatient, no_matrix_unit, slow_on_hopper
 from gates.decode_attention import TYPES, kernels_of_decode_attention
 from gates.experts import kernels_of_experts
 from gates.hopper_gemm import kernels_of_hopper_gemm
@@ -39,7 +39,9 @@ from accelpatch.kernels.triton import (
     gated_activation,
     gemm,
     gemm_w8a8,
+    gptq_columns,
     greedy,
+    int3_rows,
     layernorm_q,
     prompt_attention,
     quantize_rows,
@@ -112,7 +114,9 @@ OTHERS = {
                                 {"ROWS": 1, "BLOCK": step_end.BLOCK}, step_end.WARPS),
     "activations in the order of tiles": Build(weight_only._spread, ("*bf16", "*bf16", *("i32",) * 3), {}, 1),
     "int8_linear as floats": Build(dequantize._int8_rows, ("*i8", "*fp32", "*bf16", *("i32",) * 4),
-                                   {"PER_ROW": True, "ROWS": 8, "COLUMNS": 1024}),
+                                   {"PER_ROW": True, "E4M3": False, "ROWS": 8, "COLUMNS": 1024}),
+    "fp8_linear as floats": Build(dequantize._int8_rows, ("*i8", "*fp32", "*bf16", *("i32",) * 4),
+                                  {"PER_ROW": False, "E4M3": True, "ROWS": 8, "COLUMNS": 1024}),
     "tiled_int4_linear as floats": Build(dequantize._int4_weight_rows, ("*i32", "*fp16", "*fp16", "*bf16",
                                                                         *("i32",) * 5),
                                          TILED | {"ROWS": 64, "INTERLEAVED": True}),
@@ -121,6 +125,11 @@ OTHERS = {
                                        "COLUMNS": reorder.COLUMNS}),
     "int8 rows of a LayerNorm": Build(layernorm_q._row, ("*fp16", "*fp32", "*fp32", "*i8", "i32", "i32", "fp32"),
                                       {"DEPENDENT": False, "BLOCK": 8192}, 16),
+    "tiled_int3_linear as floats": Build(int3_rows._int3_weight_rows,
+                                         ("*u8", "*fp16", "*fp16", "*bf16", *("i32",) * 5),
+                                         {"KIND": 2, "GROUPS": 1, "ROWS": int3_rows.ROWS, "INTERLEAVED": True}),
+    "columns of GPTQ": Build(gptq_columns._columns, (*("*fp32",) * 7, *("i32",) * 3, "fp32", "fp32"),
+                             {"ROWS": gptq_columns.ROWS, "BLOCK": 128}, gptq_columns.WARPS),
     "runs of K added up": Build(gemm._add_up, ("*fp32", "*bf16", "*bf16", "i32", "i32", "i32"),
                                 {"BIAS": True, "DEPENDENT": False, "SIZE": 1024}),
 }  # fmt: skip
@@ -205,7 +214,8 @@ BUILDS = {
         f"fp8 weights in blocks, {block.tokens} tokens": Build(
             fp8_weights._fp8_gemm,
             ("*bf16", "*i8", "*fp32", "*bf16", "*bf16", "*fp32", *("i32",) * 6),
-            {"ROWS_ALONE": False, "BIAS": True, "CUT": True, "EVEN": True, "COLUMNS": block.columns} | sizes(block),
+            {"ROWS_ALONE": False, "BIAS": True, "CUT": True, "EVEN": True, "NATIVE": False, "COLUMNS": block.columns}
+            | sizes(block),
             block.warps,
             200,
         )
@@ -258,8 +268,10 @@ def checks() -> Iterator[Check]:
             yield "sm_90", name, partial(impatient, build)
         if "*fp8e4nv" in build.types and "TILE_K" in build.constants:
             yield "sm_90", name, partial(no_matrix_unit, build)
-    for name, given in (kernels_of_attention("sm_90", (PROMPT,)) | kernels_of_hopper_gemm()).items():
+    for name, given in kernels_of_attention("sm_90", (PROMPT,)).items():
         yield "sm_90", name, partial(slow_on_hopper, Build(*given))
+    for name, given in kernels_of_hopper_gemm().items():
+        yield "sm_90", name, partial(slow_on_hopper, Build(*given), BEHIND)
 
 
 def faults(check: Check) -> list[str]:

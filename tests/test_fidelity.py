@@ -188,11 +188,13 @@ def test_smoothing_takes_most_of_what_int8_activations_lose(embedded: SimpleName
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["int4", pytest.param("int8", marks=pytest.mark.nightly)])
 def test_kernels_add_nothing_to_what_the_format_loses(embedded: SimpleNamespace, name: str) -> None:
-    """The patched model's KL is within 1% of the same format simulated in float."""
-    due = divergence(embedded, RECIPES[name])
+    """The patched model's KL is within 1% of the same format simulated in float, on two of the windows, or on all."""
+    windows = slice(2) if name == "int4" else slice(None)
+    ids, logits = embedded.ids[windows], embedded.logits[windows]
+    due = mean_kl_top1(logits, logits_of(simulate(embedded.model, RECIPES[name]), ids))
     with accelpatch.patched(embedded.model, name) as model:
         assert model.accelpatch.report().verification.failures == []
-        found = mean_kl_top1(embedded.logits, logits_of(model, embedded.ids))
+        found = mean_kl_top1(logits, logits_of(model, ids))
     assert found.kl == pytest.approx(due.kl, rel=0.01)
     assert name != "int8" or (found.kl <= 0.005 and found.top1 >= 0.95)
 

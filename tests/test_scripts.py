@@ -196,6 +196,13 @@ def test_small_sizes_of_prompt_lookup_and_of_training(
     assert "bitsandbytes is not installed: left out" in capsys.readouterr().out
 
 
+def test_small_checkpoints_by_every_method(tmp_path: Path) -> None:
+    assert run("bench.py", "quantize", "--tiny", "--json", str(tmp_path / "found.json")) == 0
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [one["method"] for one in rows] == ["rtn", "gptq", "awq", "gptq+awq"]
+    assert all(one.get("calibrate, s", 0) > 0 for one in rows[1:])
+
+
 def test_small_checkpoints_of_others(tmp_path: Path) -> None:
     """Every format's groups divide the widths of --tiny."""
     words = ["--tiny", "--cases", "gptq", "fp8 blocks", "--new", "4", "--repeats", "1"]

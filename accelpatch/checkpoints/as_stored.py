@@ -56,9 +56,9 @@ def load(name: str, recipe: Recipe, level: str, options: Mapping[str, Any]) -> L
 
 def _rules(rule: Rule, sites: Mapping[str, Form]) -> Iterator[Rule]:
     forms: dict[Form, list[str]] = {}
-    wanted = {path: held for path, held in sites.items() if rule.match.fits_name(path)}
-    for name, held in _globs(wanted, sites).items():
-        forms.setdefault(held, []).append(name)
+    wanted = {path: taken for path, taken in sites.items() if rule.match.fits_name(path)}
+    for name, taken in _globs(wanted, sites).items():
+        forms.setdefault(taken, []).append(name)
     for (replacer, form), names in forms.items():
         label = form.lower() if replacer != BLOCKS else f"{form.lower()}-blocks"
         yield replace(
@@ -75,9 +75,9 @@ def _globs(wanted: Mapping[str, Form], sites: Mapping[str, Form]) -> dict[str, F
         if found := OF_LAYER.fullmatch(path):
             kinds.setdefault(found[1], set()).add(wanted.get(path))
     named = {}
-    for path, held in wanted.items():
+    for path, form in wanted.items():
         found = OF_LAYER.fullmatch(path)
-        named[f"model.layers.*.{found[1]}" if found and len(kinds[found[1]]) == 1 else path] = held
+        named[f"model.layers.*.{found[1]}" if found and len(kinds[found[1]]) == 1 else path] = form
     return named
 
 

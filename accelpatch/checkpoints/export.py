@@ -175,8 +175,8 @@ def _sort(found: _Source, tensor: Read) -> None:
 
 
 def _layer(path: str, kind: str, saved: Saved, tensor: Read) -> Layer:
-    held = {part: saved.tensors.get(f"{path}.{part}") for part in PARTS}
-    q, scale = held["q"], held["scale"]
+    parts = {part: saved.tensors.get(f"{path}.{part}") for part in PARTS}
+    q, scale = parts["q"], parts["scale"]
     if q is None or scale is None or len(q.shape) != 2 or len(scale.shape) != 2:
         raise LoadError(f"{path} has no matrix of codes with scales: write the checkpoint again")
     n, k = q.shape[0], q.shape[1] * 8 // (4 if kind in FLOATS else BITS.get(kind, 8))
@@ -186,14 +186,14 @@ def _layer(path: str, kind: str, saved: Saved, tensor: Read) -> Layer:
     if scale.shape[0] != n or not scale.shape[1] or k % scale.shape[1] or (not grouped and scale.shape[1] != 1):
         raise LoadError(f"{path}.scale is {list(scale.shape)} for a weight {[n, k]}: write the checkpoint again")
     zeros = False
-    if held["offset"] is not None:
+    if parts["offset"] is not None:
         with _refused(path):
             if kind in FLOATS:
                 packing.one_factor(tensor(f"{path}.offset"))
                 return Layer(path, kind, n, k, k // scale.shape[1])
             zeros = packing.has_zero_points(tensor(f"{path}.scale"), tensor(f"{path}.offset"), BITS.get(kind, 4))
     return Layer(
-        path, kind, n, k, k // scale.shape[1], zeros, held["input_scale"] is not None, held["order"] is not None,
+        path, kind, n, k, k // scale.shape[1], zeros, parts["input_scale"] is not None, parts["order"] is not None,
         q.dtype,
     )  # fmt: skip
 

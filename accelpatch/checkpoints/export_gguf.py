@@ -167,8 +167,8 @@ def _of_one_level(path: str, replacer: str, parts: Mapping[str, Tensor]) -> tupl
 def _tokenizer(writer: Any, folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
     """Write a byte-level BPE vocabulary; notes of what is not written."""
     file = folder / "tokenizer.json"
-    held = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    model = held.get("model", {})
+    tokenizer = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    model = tokenizer.get("model", {})
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         yield "no vocabulary is in the file: a tokenizer.json with byte-level BPE is written, and this folder has none"
         return
@@ -176,7 +176,7 @@ def _tokenizer(writer: Any, folder: Path, config: Mapping[str, Any]) -> Iterator
     tokens, kinds = [f"[PAD{at}]" for at in range(size)], [UNUSED] * size
     for token, at in model["vocab"].items():
         tokens[at], kinds[at] = token, NORMAL
-    for one in held.get("added_tokens", ()):
+    for one in tokenizer.get("added_tokens", ()):
         tokens[one["id"]], kinds[one["id"]] = one["content"], CONTROL if one.get("special") else USER_DEFINED
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(before := _before(config))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from accelpatch.checkpoints.foreign import Packed
-from accelpatch.checkpoints.saved import Saved, Stored, bytes_of
+from accelpatch.checkpoints.saved import Saved, SavedTensor, bytes_of
 from accelpatch.errors import KernelError, LoadError
 from accelpatch.models import gguf_rotary
 from accelpatch.models.gguf_header import TYPES, Header, read_header
@@ -103,7 +103,7 @@ class GgufFile:
     @property
     def saved(self) -> Saved:
         """The tensors, as the loading of a checkpoint takes them."""
-        listed = {name: Stored(self.path, one.form, one.shape, "") for name, one in self.tensors.items()}
+        listed = {name: SavedTensor(self.path, one.form, one.shape, "") for name, one in self.tensors.items()}
         return Saved({path: replacer for path, (replacer, _) in self.sites.items()}, listed, self.opened)
 
     @contextmanager
@@ -123,15 +123,15 @@ class GgufFile:
         except OSError as error:
             raise LoadError(f"{self.path}: {placed.name} cannot be read ({error}): {FETCH}") from error
         rows = placed.shape[0]
-        held = raw.view(FLOATS[placed.form]).view(placed.shape) if placed.form in FLOATS else raw.view(rows, -1)
-        if placed.form in FORMS and (bad := not_finite(held, placed.form)):
+        values = raw.view(FLOATS[placed.form]).view(placed.shape) if placed.form in FLOATS else raw.view(rows, -1)
+        if placed.form in FORMS and (bad := not_finite(values, placed.form)):
             raise LoadError(f"{self.path}: {placed.name}: the scale of block {bad} is NaN or infinite: {FETCH}")
         if ARCHITECTURES[str(self.header.values["general.architecture"])].more and placed.name.endswith("norm.weight"):
-            held = held - 1
+            values = values - 1
         if placed.heads:
-            pairs = held.view(placed.heads, rows // placed.heads // 2, 2, -1)
-            held = pairs.transpose(1, 2).reshape(held.shape)
-        return held
+            pairs = values.view(placed.heads, rows // placed.heads // 2, 2, -1)
+            values = pairs.transpose(1, 2).reshape(values.shape)
+        return values
 
     def raw(self, placed: Placed) -> Tensor:
         """The bytes of a tensor. Raises OSError where the file has become shorter."""

@@ -107,7 +107,7 @@ def from_parts(
     if entry.replacer.whole:
         return _whole(entry, saved, take, layout)
     names = PARTS if layout is None else layout[0].parts
-    held = {part: take(f"{site.path}.{part}") for part in names}
+    tensors = {part: take(f"{site.path}.{part}") for part in names}
     for member in (site, *site.tied):
         _without_stand_in(member.original)
         empty = torch.empty(0, dtype=getattr(torch, member.dtype), device=device)
@@ -115,8 +115,8 @@ def from_parts(
     try:
         if layout is None:
             assert entry.choice is not None
-            return built(entry, entry.replacer.weight(entry.choice, held))
-        return built(entry, layout[0].weight(held, layout[1], site.n, site.k))
+            return built(entry, entry.replacer.weight(entry.choice, tensors))
+        return built(entry, layout[0].weight(tensors, layout[1], site.n, site.k))
     except KernelError as error:
         raise LoadError(f"{_file_of(site.path, names, saved, error)}: {site.path}.{error}") from error
     except PatchError as error:
@@ -130,26 +130,26 @@ def from_parts(
 
 def _file_of(path: str, names: Sequence[str], saved: Saved, why: object) -> Path:
     """The file of the tensor that a message begins with, or else of the first that a site has."""
-    held = [name for name in names if f"{path}.{name}" in saved.tensors]
-    named = sorted((name for name in held if str(why).startswith(name)), key=len)
-    return saved.tensors[f"{path}.{[*named[-1:], *held][0]}"].file
+    present = [name for name in names if f"{path}.{name}" in saved.tensors]
+    named = sorted((name for name in present if str(why).startswith(name)), key=len)
+    return saved.tensors[f"{path}.{[*named[-1:], *present][0]}"].file
 
 
 def _whole(entry: Entry, saved: Saved, take: Callable[[str], Tensor | None], layout: Any) -> Built:
     """The replacement of a module with all that is in it."""
     path, names = entry.site.path, parts_of(entry, saved, () if layout is None else layout[0].parts)
-    held = {name.removeprefix(f"{path}."): take(name) for name in names}
+    tensors = {name.removeprefix(f"{path}."): take(name) for name in names}
     try:
         if layout is None:
-            return built(entry, held)
+            return built(entry, tensors)
         assert entry.choice is not None
         sizes = {**layout[1], **entry.choice.detail}
         if (experts := layout[0].experts) is not None:
-            return built(entry, experts(held, sizes))
-        return built(entry, layout[0].weight(held, sizes, entry.site.n, entry.site.k))
+            return built(entry, experts(tensors, sizes))
+        return built(entry, layout[0].weight(tensors, sizes, entry.site.n, entry.site.k))
     except (KernelError, PatchError) as error:
         why = error.__cause__ or error
-        raise LoadError(f"{_file_of(path, list(held), saved, why)}: {path}.{why}") from error
+        raise LoadError(f"{_file_of(path, list(tensors), saved, why)}: {path}.{why}") from error
 
 
 def stand_in(model: nn.Module, entry: Entry) -> None:

@@ -52,11 +52,11 @@ def _prefix(target: Path) -> str:
 def _alone(target: Path) -> Iterator[None]:
     """Context manager: no other process saves here. What one that was killed left behind is removed."""
     lock = target.parent / f".{target.name}.lock"
-    held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = os.fstat(held).st_ino == lock.stat().st_ino  # else its owner has just finished and removed it
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = os.fstat(descriptor).st_ino == lock.stat().st_ino  # else its owner has just finished and removed it
         except OSError:
             mine = False
         if not mine:
@@ -71,7 +71,7 @@ def _alone(target: Path) -> Iterator[None]:
         finally:
             lock.unlink(missing_ok=True)
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def _finish(made: Path, target: Path, kept: Callable[[str], bool]) -> None:
@@ -114,11 +114,11 @@ def _exchanged(one: Path, other: Path) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    held = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(held)
+        os.fsync(descriptor)
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def _umask() -> int:

@@ -42,11 +42,11 @@ class Store:
             return _measured(built(entry), weight)
         file = self._folder / f"{entry.site.path}.safetensors"
         made_of = _digest(entry, weight)
-        held = _read(file, made_of)
+        saved = _read(file, made_of)
         assert entry.replacer is not None
         assert entry.choice is not None
-        made = _measured(built(entry, held and entry.replacer.weight(entry.choice, held)), weight)
-        if held is None and isinstance(made.new, QuantizedModule):
+        made = _measured(built(entry, saved and entry.replacer.weight(entry.choice, saved)), weight)
+        if saved is None and isinstance(made.new, QuantizedModule):
             self._keep(file, made.new.canonical(), made_of)
         return made
 
@@ -107,7 +107,20 @@ def _digest(entry: Entry, weight: Tensor) -> str:
     assert entry.choice is not None
     assert entry.replacer is not None
     facts = f"{entry.replacer.name} {sorted(entry.choice.detail.items())} {weight.dtype} {list(weight.shape)}"
-    return hashlib.sha256(facts.encode() + bytes_of(weight.cpu())).hexdigest()
+    held = hashlib.sha256(facts.encode())
+    for part in [weight] if weight.is_cpu else _sums(weight):
+        held.update(bytes_of(part))
+    return held.hexdigest()
+
+
+def _sums(weight: Tensor) -> list[Tensor]:
+    """Of a weight on a GPU, sums of its bits by column and by row, modulo 2^64: it need not come to the host."""
+    rows = weight.detach().flatten(1) if weight.dim() > 1 else weight.detach()[None]
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(weight.element_size(), torch.int64)
+    bits = rows.contiguous().view(integer)
+    odd = torch.arange(1, 2 * len(bits), 2, device=bits.device)[:, None]
+    weighted = torch.stack([(part * by).sum(0) for part, by in zip(bits.split(512), odd.split(512), strict=True)])
+    return [weighted.sum(0).cpu(), bits.sum(1).cpu()]
 
 
 def _read(file: Path, made_of: str) -> dict[str, Any] | None:

@@ -98,7 +98,7 @@ def _is_tied(model: Any) -> bool:
     """Whether the embeddings of input and output are one weight."""
     one, other = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(one, QuantizedModule) and isinstance(other, QuantizedModule):
-        return one.held is other.held
+        return one.weight_owner is other.weight_owner
     return other is not None and one._parameters.get("weight") is other._parameters.get("weight")
 
 

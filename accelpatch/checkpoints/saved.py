@@ -33,7 +33,7 @@ THREADS = 16
 
 
 @dataclass(frozen=True)
-class Stored:
+class SavedTensor:
     """One tensor of a checkpoint, as a header says. dtype: in safetensors' words, such as F16. sha256: "" for none."""
 
     file: Path
@@ -48,7 +48,7 @@ class Saved:
     file for its `get_tensor(name)`; None: a safetensors file."""
 
     sites: Mapping[str, str]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, SavedTensor]
     opener: Callable[[Path], Any] | None = None
 
 
@@ -58,7 +58,7 @@ def read(files: Iterable[str | Path], layout: Callable[[Iterable[str]], dict[str
     layout: of a checkpoint that others wrote, without these headers: names of all tensors -> sites.
     """
     sites: dict[str, str] = {}
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, SavedTensor] = {}
     for file in map(Path, files):
         metadata, shapes = header(file, "fetch or write it again")
         facts = _facts(file, metadata) if layout is None else {"sites": {}, "sha256": dict.fromkeys(shapes, "")}
@@ -67,7 +67,7 @@ def read(files: Iterable[str | Path], layout: Callable[[Iterable[str]], dict[str
             odd = sorted(digests.keys() ^ shapes.keys())
             raise LoadError(f"{file}: its header lists other tensors than it holds ({odd[0]}): write it again")
         sites |= facts["sites"]
-        tensors |= {name: Stored(file, *shapes[name], digests[name]) for name in shapes}
+        tensors |= {name: SavedTensor(file, *shapes[name], digests[name]) for name in shapes}
     return Saved(sites if layout is None else layout(tensors), tensors)
 
 
@@ -142,7 +142,7 @@ def _opened(file: Path) -> Any:
         raise LoadError(f"{file} cannot be read ({error}): fetch it again") from error
 
 
-def _checked(opened: Any, name: str, stored: Stored, device: torch.device | None) -> torch.Tensor | None:
+def _checked(opened: Any, name: str, stored: SavedTensor, device: torch.device | None) -> torch.Tensor | None:
     try:
         tensor: torch.Tensor = opened.get_tensor(name)
         same = not stored.sha256 or digest_of(tensor) == stored.sha256

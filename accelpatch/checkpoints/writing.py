@@ -47,11 +47,11 @@ class Shard:
         if tensor.dtype not in WORDS:
             raise SaveError(f"{name} is {tensor.dtype}, which safetensors does not hold")
         self.size += tensor.nbytes
-        held = tensor.detach().cpu()
-        if held.nbytes % ALIGNMENT:
-            self._last.append((name, held))
+        data = tensor.detach().cpu()
+        if data.nbytes % ALIGNMENT:
+            self._last.append((name, data))
         else:
-            self._write(name, held)
+            self._write(name, data)
 
     def close(self) -> None:
         """Write what is left, and the header."""

@@ -84,7 +84,7 @@ class Outcomes:
 
     def patched(self, model: Any) -> None:
         """Add a model that was patched; that it was left until then is no news any more."""
-        self._lines = [(held, line) for held, line in self._lines if held() is not model]
+        self._lines = [(ref, line) for ref, line in self._lines if ref() is not model]
         self._lines.append((weakref.ref(model), _line(model)))
 
     def __str__(self) -> str:

@@ -85,16 +85,18 @@ def _print(found: list[Kernel]) -> None:
         "one less", "more waves at", "loads (wide)", "waits (all)", "matrix", "shared r/w", "trips",
     )]  # fmt: skip
     for one in found:
-        used, held, counts = one.used, one.occupancy, one.counts
+        used, occupancy, counts = one.used, one.occupancy, one.counts
         seen = ("", "", "", "") if counts is None else (
             f"{counts.loads} ({counts.wide_loads})", f"{counts.waits} ({counts.full_waits})", str(counts.matrix),
             f"{counts.shared_reads}/{counts.shared_writes}",
         )  # fmt: skip
-        better = "" if held is None or held.next is None else f"{held.next[0]} registers: {held.next[1]}"
+        better = (
+            "" if occupancy is None or occupancy.next is None else f"{occupancy.next[0]} registers: {occupancy.next[1]}"
+        )
         limits = (
             ("", "", "", "")
-            if held is None
-            else (f"{held.waves} of {held.most}", held.limit, str(held.one_less), better)
+            if occupancy is None
+            else (f"{occupancy.waves} of {occupancy.most}", occupancy.limit, str(occupancy.one_less), better)
         )
         rows.append((
             _plain(used.kernel), one.arch, str(used.registers), _known(one.scalars),

@@ -33,24 +33,24 @@ class StepAttention:
 
     def own(self, qkv: Tensor) -> Tensor:
         """Rows of q, k and v[B, 3 H D] -> rows of the output[B, H D]; k and v are cached."""
-        step, held = self._step, self._step.own.layers[self._place]
-        args = (qkv, step.positions, step.slot, step.mask, held.keys, held.values, self._shapes.own)
+        step, cached = self._step, self._step.own.layers[self._place]
+        args = (qkv, step.positions, step.slot, step.mask, cached.keys, cached.values, self._shapes.own)
         return decode_attention.decode_attention_(*args)
 
     def own_with_bias(self, bias: Tensor, qkv: Tensor) -> Tensor:
         """The same with scores to which bias[1 or B, H, 1, L] is added, which hides what the mask hides."""
-        shape, held = self._shapes.own, self._step.own.layers[self._place]
+        shape, cached = self._shapes.own, self._step.own.layers[self._place]
         q, k, v = qkv.view(len(qkv), 3, shape.heads, 1, shape.size).unbind(1)
-        keys, values = held.update(k, v)
+        keys, values = cached.update(k, v)
         made = functional.scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=shape.scaling)
         return made.reshape(len(qkv), -1)
 
     def cross(self, q: Tensor) -> Tensor:
         """Rows of q[B, H D] -> rows of the output[B, H D]."""
-        step, held = self._step, self._step.cross
-        keys, values = held.held[self._place]
+        step, cross = self._step, self._step.cross
+        keys, values = cross.states[self._place]
         appended = step.appended(self._masked)[:, self._place].flatten(1)
-        ends, mask = (held.ends, held.mask) if self._masked else (held.last, held.ones)
+        ends, mask = (cross.ends, cross.mask) if self._masked else (cross.last, cross.ones)
         assert mask is not None
         args = (torch.cat([q, appended], 1), step.positions, ends, mask, keys, values, self._shapes.cross)
         return decode_attention.decode_attention_(*args)
@@ -77,9 +77,9 @@ class CacheAttention:
 
     def cross(self, q: Tensor) -> Tensor:
         """As of StepAttention."""
-        shape, held = self._shapes.cross, self._cache.cross_attention_cache.layers[self._place]
+        shape, cached = self._shapes.cross, self._cache.cross_attention_cache.layers[self._place]
         rows, mask = q.view(len(q), shape.heads, 1, shape.size), self._masks[1]
         made = functional.scaled_dot_product_attention(
-            rows, held.keys, held.values, attn_mask=mask, scale=shape.scaling
+            rows, cached.keys, cached.values, attn_mask=mask, scale=shape.scaling
         )
         return made.reshape(len(q), -1)

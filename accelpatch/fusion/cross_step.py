@@ -19,19 +19,19 @@ STEP = "accelpatch_step"  # attribute of a cache
 
 
 class CrossCache:
-    """Keys and values of the encoder's tokens in all layers, held[layers, 2, B, H, S, D].
+    """Keys and values of the encoder's tokens in all layers, states[layers, 2, B, H, S, D].
 
     mask[B, S] int64: 1 where tokens are; None where the model is given none, or one of another shape. ends[B]: the last
     token of each row that it shows. ones, last: the same for a model that hides no token.
     """
 
-    def __init__(self, held: Tensor, mask: Tensor | None):
-        rows, length = held.shape[2], held.shape[4]
-        self.held, self.mask = held, mask
-        self.ones = torch.ones(rows, length, dtype=torch.int64, device=held.device)
-        self.last = torch.full((rows,), length - 1, dtype=torch.int64, device=held.device)
+    def __init__(self, states: Tensor, mask: Tensor | None):
+        rows, length = states.shape[2], states.shape[4]
+        self.states, self.mask = states, mask
+        self.ones = torch.ones(rows, length, dtype=torch.int64, device=states.device)
+        self.last = torch.full((rows,), length - 1, dtype=torch.int64, device=states.device)
         self.ends = self.last.clone()
-        self._rows = torch.arange(rows, device=held.device)
+        self._rows = torch.arange(rows, device=states.device)
 
     def show(self) -> None:
         """Take the mask's present values."""
@@ -41,7 +41,7 @@ class CrossCache:
 
     def key_and_value(self, masked: bool) -> Tensor:
         """Those [B, layers, 2, H, D] of the last token that is shown. masked: whether the model hides any."""
-        return self.held[:, :, self._rows, :, self.ends if masked else self.last]
+        return self.states[:, :, self._rows, :, self.ends if masked else self.last]
 
 
 @dataclass(eq=False)

@@ -71,5 +71,5 @@ def head_size(module: Any) -> int:
 
 def scaling(module: Any) -> float:
     """The factor of the scores of an attention module."""
-    held = (getattr(module, name) for name in SCALINGS if hasattr(module, name))
-    return float(next(held, head_size(module) ** -0.5))
+    scalings = (getattr(module, name) for name in SCALINGS if hasattr(module, name))
+    return float(next(scalings, head_size(module) ** -0.5))

@@ -151,8 +151,8 @@ def read(layer: Any, form: EncoderForm) -> FusedEncoder:
     children = [one for one in layer.modules() if one is not layer]
     if reason := own_code.why_not_in(children):
         raise CannotFuse(reason)
-    held = (part_of(layer, name)._parameters.get("weight") for name in form.linears)
-    places = [one.data_ptr() for one in held if one is not None]
+    weights = (part_of(layer, name)._parameters.get("weight") for name in form.linears)
+    places = [one.data_ptr() for one in weights if one is not None]
     if len(set(places)) < len(places):
         raise CannotFuse("two of its linear layers share a weight")
     activation = activation_of(layer, form)

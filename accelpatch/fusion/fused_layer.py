@@ -1,21 +1,24 @@
-"""A decoder layer: of a step with up to eight rows in five kernel launches, of more rows and prompts in some more.
+"""A decoder layer over a static KV cache: of a step with up to eight rows in five kernel launches, of more rows and
+prompts in some more.
 
 The five: norm, q, k and v; rotary embedding, cache write and attention; o and residual; norm, gate, up and
 activation; down and residual. Norms after attention and MLP, with the residual, are one more launch each, and so is a
-gate other than silu.
+gate other than silu. StepCall and PromptCall are what the layers of one step, or of one prompt, share.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from accelpatch.fusion.call import Call
+from accelpatch.fusion.call import Call, Movable, is_whole, run_module
+from accelpatch.fusion.decoder import layers_of
+from accelpatch.fusion.module_cache import PromptSlots, StepSlots
 from accelpatch.fusion.signals import without_signals
 from accelpatch.kernels.attention_shape import AttentionShape
 from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS, Signal
@@ -23,6 +26,8 @@ from accelpatch.kernels.layouts.row_major import FP8
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows
 from accelpatch.kernels.ops.activation.gated_rows import gated_rows
 from accelpatch.kernels.ops.activation.quantize_rows import QuantizedRows
+from accelpatch.kernels.ops.attention.decode_attention import decode_attention_
+from accelpatch.kernels.ops.attention.prompt_attention import Shown, module_mask, prompt_attention_, shown
 from accelpatch.kernels.ops.attention.query_key import prepare_query_key_
 from accelpatch.kernels.ops.linear.adapted_linear import AdaptedLinear
 from accelpatch.kernels.ops.linear.fused_linear import FusedLinear
@@ -167,3 +172,87 @@ def _input_of(
     assert isinstance(layer, FusedLinear)
     weight = cast(W8A8Rows, layer.weight)
     return norm.rows_of_sum(x, pending, weight.input_scale, weight.w.dtype)
+
+
+@dataclass(eq=False)
+class StepCall(Movable):
+    """A decode step of T tokens a row, cached from slot[B] on; positions[B, T], mask[B, capacity] of earlier slots."""
+
+    decoder: Any
+    cache: Any
+    positions: Tensor
+    slot: Tensor
+    mask: Tensor
+    _seen: dict[int, Tensor] = field(default_factory=dict, init=False)
+
+    def form(self, layer: Any) -> Any:
+        """As in Call. Attention of several tokens waits for the whole of q, k and v."""
+        return layer if self.positions.shape[1] == 1 else layer.without_attention_signal
+
+    def attend(self, qkv: Tensor, layer: Any, place: int) -> Tensor:
+        """As in Call."""
+        cached = self.cache.layers[place]
+        return decode_attention_(
+            qkv, self.positions, self.slot, self.mask, cached.keys, cached.values, layer.attention, layer.o.weight.w,
+            layer.attention_signal,
+        )  # fmt: skip
+
+    def by_module(self, x: Tensor, place: int) -> Tensor:
+        """As in Call."""
+        own = self.slot[:, None] + torch.arange(self.positions.shape[1], device=x.device)
+
+        def visible(window: int) -> Tensor:
+            if window not in self._seen:
+                at = torch.arange(self.mask.shape[1], device=x.device)
+                seen = at <= own[:, :, None]
+                if window:
+                    seen = seen & (at > own[:, :, None] - window)
+                self._seen[window] = (seen & (self.mask.ne(0) | (at >= self.slot[:, None]))[:, None])[:, None]
+            return self._seen[window]
+
+        return run_module(self.decoder, place, x, self.positions, visible, StepSlots(self.cache, place, own))
+
+
+@dataclass(eq=False)
+class PromptCall(Movable):
+    """A prompt of L tokens a row, or a part of one, into the slots from `start` on, where the cache holds all tokens
+    before; positions[B, L], mask[B, start + L] or None."""
+
+    decoder: Any
+    cache: Any
+    positions: Tensor
+    mask: Tensor | None
+    start: int = 0
+    _seen: dict[int, Shown] = field(default_factory=dict, init=False)
+    _shown: dict[tuple[int, bool], Tensor | None] = field(default_factory=dict, init=False)  # to modules
+
+    def seen(self, window: int) -> Shown:
+        """What each token sees in layers with a window."""
+        if window not in self._seen:
+            self._seen[window] = shown(self.mask, self.start, self.positions.shape[1], window)
+        return self._seen[window]
+
+    def form(self, layer: Any) -> Any:
+        """As in Call."""
+        return layer.without_signals
+
+    def attend(self, qkv: Tensor, layer: Any, place: int) -> Tensor:
+        """As in Call."""
+        cached, seen = self.cache.layers[place], self.seen(layer.attention.window)
+        return prompt_attention_(qkv, self.positions, seen, cached.keys, cached.values, layer.attention, self.start)
+
+    def by_module(self, x: Tensor, place: int) -> Tensor:
+        """As in Call."""
+        length, whole = self.positions.shape[1], is_whole(layers_of(self.decoder)[place])
+        keys = self.start + length
+        plain = whole and self.mask is None and not self.start
+
+        def visible(window: int) -> Tensor | None:
+            key = window, plain and not 0 < window < keys
+            if key not in self._shown:
+                self._shown[key] = None if key[1] else module_mask(self.seen(window), length, keys, x)
+            return self._shown[key]
+
+        return run_module(
+            self.decoder, place, x, self.positions, visible, PromptSlots(self.cache, place, self.start, length)
+        )

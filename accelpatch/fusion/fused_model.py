@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from accelpatch.fusion.cached import Cached, cached_by
 from accelpatch.fusion.call import Call
 from accelpatch.fusion.decoder import Positions, layers_of
-from accelpatch.fusion.fused_layer import FusedLayer
+from accelpatch.fusion.fused_layer import FusedLayer, PromptCall, StepCall
 from accelpatch.fusion.signals import SentinelBuffers
 from accelpatch.fusion.spread import ByModule, Sentinels, Spread, is_offloaded
-from accelpatch.fusion.static_call import PromptCall, StepCall
 from accelpatch.kernels import regions
 from accelpatch.kernels.hip.binding import MAX_GEMV_ROWS, MAX_ROWS
 from accelpatch.kernels.layouts.w8a8_rows import W8A8Rows

@@ -111,15 +111,15 @@ def _kernel(modules: Sequence[Any]) -> str:
 
 def _beside(biases: Sequence[Tensor | None], rows: Sequence[int] = ()) -> Tensor | None:
     """Biases as one. rows: of each, where an absent one is 0."""
-    held = [bias for bias in biases if bias is not None]
-    if not held:
+    present = [bias for bias in biases if bias is not None]
+    if not present:
         return None
-    if len(held) < len(biases) == len(rows):
-        filled = [held[0].new_zeros(n) if bias is None else bias for n, bias in zip(rows, biases, strict=True)]
+    if len(present) < len(biases) == len(rows):
+        filled = [present[0].new_zeros(n) if bias is None else bias for n, bias in zip(rows, biases, strict=True)]
         return concatenated(filled)
-    if len(held) < len(biases):
+    if len(present) < len(biases):
         raise CannotFuse("of q, k and v, or gate and up, only some have a bias")
-    return concatenated(held)
+    return concatenated(present)
 
 
 @dataclass(frozen=True)

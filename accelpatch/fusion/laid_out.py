@@ -140,7 +140,7 @@ def _entries(part: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
     if isinstance(part, Tensor):
         return
     if hasattr(part, "own_layout"):
-        tables = [(vars(part), "source"), (vars(part.held), "own_layout")]
+        tables = [(vars(part), "source"), (vars(part.weight_owner), "own_layout")]
     else:
         tables = [(part._parameters, name) for name in ("weight", "bias")]
         tables += [(vars(part), name) for name in ("eps", "variance_epsilon")]

@@ -6,8 +6,11 @@ from abc import abstractmethod
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from accelpatch.kernels.layouts.kv_states import floats
 
 
 class ModuleCache(Cache):
@@ -36,7 +39,7 @@ class ModuleCache(Cache):
         self._filled = max(self._filled, place + 1)
         return made
 
-    def held(self, place: int) -> Any:
+    def length_of(self, place: int) -> Any:
         """Number of tokens that a layer has by now."""
         return self.start + self.length if place < self._filled else self.start
 
@@ -87,7 +90,7 @@ class ModuleLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> Any:
         """Number of tokens by now, a number or a tensor on the device."""
-        return self._cache.held(self._place)
+        return self._cache.length_of(self._place)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(number of keys that a mask covers, index of the first)."""
@@ -99,3 +102,49 @@ class ModuleLayer(CacheLayerMixin):
         return -1 if self._cache.capacity is None else self._cache.capacity
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.17
+
+
+class StepSlots(ModuleCache):
+    """What a layer's module sees of the cache in a step: it writes the slots own[B, T] and attends over all."""
+
+    def __init__(self, cache: Any, place: int, own: Tensor):
+        super().__init__(len(cache.layers), place, own[0, 0], own.shape[1])
+        self._cache, self._own = cache, own
+        self._rows = torch.arange(own.shape[0], device=own.device)[:, None]
+
+    @property
+    def capacity(self) -> int:
+        """Slots of each layer."""
+        return int(self._cache.layers[self.place].keys.shape[2])
+
+    def write(self, keys: Tensor, values: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        """As in ModuleCache."""
+        layer = self._cache.layers[place]
+        layer.keys[self._rows, :, self._own] = keys.transpose(1, 2)
+        layer.values[self._rows, :, self._own] = values.transpose(1, 2)
+        return self.states(place)
+
+    def states(self, place: int) -> tuple[Tensor, Tensor]:
+        """As in ModuleCache."""
+        return floats(self._cache.layers[place].keys), floats(self._cache.layers[place].values)
+
+
+class PromptSlots(ModuleCache):
+    """What a layer's module sees of the cache in a prompt: it fills `length` slots, and attends over all up to them."""
+
+    def __init__(self, cache: Any, place: int, start: int, length: int):
+        super().__init__(len(cache.layers), place, start, length)
+        self._cache = cache
+
+    def write(self, keys: Tensor, values: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        """As in ModuleCache."""
+        layer, end = self._cache.layers[place], self.start + self.length
+        layer.keys[:, :, self.start : end] = keys
+        layer.values[:, :, self.start : end] = values
+        own = self.start == 0 and isinstance(layer.keys, Tensor)  # else it attends to what the cache makes of them
+        return (keys, values) if own else (layer.keys[:, :, :end], layer.values[:, :, :end])
+
+    def states(self, place: int) -> tuple[Tensor, Tensor]:
+        """As in ModuleCache."""
+        layer, end = self._cache.layers[place], self.length_of(place)
+        return layer.keys[:, :, :end], layer.values[:, :, :end]

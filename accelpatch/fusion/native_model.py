@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from accelpatch.fusion import rotary
 from accelpatch.fusion.across import NOT_NATIVE, across_of
+from accelpatch.fusion.adapters import active, base_of
 from accelpatch.fusion.attention_description import AttentionDescription
 from accelpatch.fusion.cached import Cached, cached_by
 from accelpatch.fusion.cannot_fuse import CannotFuse
@@ -20,10 +21,11 @@ from accelpatch.fusion.layer_description import LayerDescription, plain_why_not
 from accelpatch.fusion.native_experts import step_experts
 from accelpatch.fusion.spread import OFFLOADED, is_offloaded
 from accelpatch.kernels.cpu.decode_step import DecodeStep
-from accelpatch.kernels.cpu.native_library import ACTIVATIONS, LINEARS
+from accelpatch.kernels.cpu.native_library import ACTIVATIONS, DENSE, LINEARS
 from accelpatch.kernels.cpu.step_weights import LayerWeights, NormWeight, Sizes, StepShape, why_not_layer
 from accelpatch.kernels.layouts.cpu_pack import Pack
-from accelpatch.kernels.layouts.pack_tensors import in_one_block
+from accelpatch.kernels.layouts.pack_adapters import PackAdapters
+from accelpatch.kernels.layouts.pack_tensors import in_one_block, is_one_block
 from accelpatch.models.family import DecoderForm
 from accelpatch.modules.norm import FusedRMSNorm
 from accelpatch.modules.quantized_linear import renormalises
@@ -86,7 +88,7 @@ def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeM
         if place not in reasons and (reason := layer.changed() or form_why_not(layer, found)):
             reasons[place] = reason
     gather_packs(model)
-    embedding, head, norm = packed(found.embedding), packed(found.head), norm_weight(found.norm)
+    embedding, head, norm = packed(found.embedding), adapted(found.head), norm_weight(found.norm)
     if (hidden := embedding.k) != head.k or tuple(norm.weight.shape) != (hidden,):
         raise CannotFuse(f"embeddings of {hidden} do not fit a head of {head.k} and a norm of {norm.weight.numel()}")
     ropes = rope_kinds(found.rotary, [layer for place, layer in enumerate(described) if place not in reasons])
@@ -97,6 +99,7 @@ def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeM
                 weights[place] = layer_weights(layer, shape, ropes)
             except CannotFuse as error:
                 reasons[place] = str(error)
+    head = gather_adapters(weights, head)
     if not any(weights):
         raise CannotFuse(f"layer 0: {reasons[0]}")
     cached = [
@@ -170,7 +173,7 @@ def layer_weights(layer: LayerDescription, shape: StepShape, ropes: Sequence[str
     assert attention is not None
     parts = (*layer.qkv, *layer.output, *layer.inner, *layer.last)
     experts = None if layer.sparse is None else step_experts(layer)
-    linears = {name: packed(part) for name, part in zip(LINEARS, parts, strict=experts is None)}
+    linears = {name: adapted(part) for name, part in zip(LINEARS, parts, strict=experts is None)}
     sizes = {name: (pack.n, pack.k) for name, pack in linears.items()} | ({} if experts is None else experts.sizes)
     if reason := sizes_why_not(attention, shape.hidden, shape.head_dim, sizes):
         raise CannotFuse(reason)
@@ -203,6 +206,17 @@ def norm_weight(norm: nn.Module) -> NormWeight:
     return NormWeight(weight + 1 if norm.plus_one else weight, norm.rms_eps)
 
 
+def adapted(module: Any) -> Pack:
+    """The weight of a linear layer with the active adapters around it: in float32 beside a float weight, in bfloat16
+    beside one that was rounded itself. Raises CannotFuse for adapters of other kinds than plain LoRA, and as `packed`.
+    """
+    pairs = active(module)
+    if any(factor.device.type != "cpu" for pair in pairs for factor in pair):
+        raise CannotFuse("an adapter lies on another device than cpu")
+    pack = packed(base_of(module))
+    return replace(pack, low=PackAdapters.of(pairs, torch.float32 if pack.kind == DENSE else torch.bfloat16))
+
+
 def packed(module: Any) -> Pack:
     """The weight of a linear layer or embedding as a Pack with its bias; a float32 weight as it is."""
     if is_offloaded(module):
@@ -221,9 +235,22 @@ def packed(module: Any) -> Pack:
     return Pack.dense(module.weight, getattr(module, "bias", None))
 
 
+def gather_adapters(layers: list[LayerWeights | None], head: Pack) -> Pack:
+    """Move the adapters of all layers into one block, in reading order; returns the head with its own."""
+    places = [(layer.linears, name) for layer in layers if layer is not None for name in layer.linears]
+    ends = {"head": head}
+    found = [(linears, name, low) for linears, name in [*places, (ends, "head")] if (low := linears[name].low)]
+    for (linears, name, _), low in zip(found, in_one_block([low for *_, low in found]), strict=True):
+        linears[name] = replace(linears[name], low=low)
+    return ends["head"]
+
+
 def gather_packs(model: nn.Module) -> None:
     """Move all packs into one block of memory in reading order, so that a step reads one stream."""
     take_over(model)
     modules = [one for one in quantised_in(model) if isinstance(one.layout, Pack) and not is_offloaded(one)]
-    for module, pack in zip(modules, in_one_block([module.layout for module in modules]), strict=True):
+    packs = [module.layout for module in modules]
+    if is_one_block(packs):  # what is read anew, as when adapters change, is not moved again
+        return
+    for module, pack in zip(modules, in_one_block(packs), strict=True):
         module.layout = pack

@@ -77,9 +77,8 @@ def _added(norm: NormWeight | None, y: Tensor, x: Tensor) -> tuple[Tensor, Tenso
 
 
 def _linear(x: Tensor, pack: Pack) -> Tensor:
-    if pack.kind == DENSE:
-        return functional.linear(x, pack.data, pack.bias)
-    return cpu_linear.product(x, pack)
+    y = functional.linear(x, pack.data, pack.bias) if pack.kind == DENSE else cpu_linear.product(x, pack)
+    return y if pack.low is None else pack.low.add_(y, x)
 
 
 def _normed(norm: NormWeight | None, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:

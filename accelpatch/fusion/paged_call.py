@@ -35,13 +35,13 @@ class PagedCall(Movable):
     def attend(self, qkv: Tensor, layer: Any, place: int) -> Tensor:
         """As in Call; qkv is overwritten."""
         shape: AttentionShape = layer.attention
-        tokens, held = len(qkv), self.cache.of(place)
+        tokens, pages = len(qkv), self.cache.of(place)
         new = qkv.new_empty(2, 1, shape.kv_heads, tokens, shape.size)
         rotate_(qkv, self.positions, new[0], new[1], shape)
         q = qkv.view(tokens, -1, shape.size)[:, : shape.heads]
         k, v = new[0, 0].transpose(0, 1), new[1, 0].transpose(0, 1)
         y = paged_attention_(
-            q, k, v, held.keys, held.values, held.rows, shape.scaling, shape.window, shape.softcap, shape.sinks
+            q, k, v, pages.keys, pages.values, pages.rows, shape.scaling, shape.window, shape.softcap, shape.sinks
         )  # fmt: skip
         return y.view(tokens, -1)
 

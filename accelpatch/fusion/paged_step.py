@@ -34,8 +34,8 @@ def logits_of_step(model: NativeModel, ids: Tensor, positions: Tensor, cache: Pa
 
 def _step(model: NativeModel, cache: PagedCache, owner: Any) -> PagedStep:
     """The step over these pages, made anew where they lie elsewhere than before."""
-    held = [cache.of(place) for place in range(len(model.layers))]
-    keys, values = [one.keys for one in held], [one.values for one in held]
+    layers = [cache.of(place) for place in range(len(model.layers))]
+    keys, values = [one.keys for one in layers], [one.values for one in layers]
     found, where = model.paged.get(owner, (None, None)), [one.data_ptr() for one in (*keys, *values)]
     if found[0] is None or found[1] != where:
         tokens = min(map(len, (*keys, *values)))  # they may lie in one tensor, each a page behind the one before

@@ -131,11 +131,11 @@ def linears_of(layer: LayerDescription) -> tuple[Any, ...]:
 
 def checked(module: Any, dtype: torch.dtype) -> None:
     """Raise CannotFuse where a linear layer cannot run for activations of `dtype` on its device."""
-    held = fused_linear(base_of(module), dtype)
-    device = held.weight.w.device
+    linear = fused_linear(base_of(module), dtype)
+    device = linear.weight.w.device
     if device.type != "cpu" and dtype not in DTYPES:
         raise CannotFuse(f"its activations are {dtype}")
-    if reason := held.why_not(dtype, probe(device)):
+    if reason := linear.why_not(dtype, probe(device)):
         raise CannotFuse(reason)
     active(module)
 

@@ -59,14 +59,14 @@ class Spread:
 
     def stretches(self, places: Iterable[int]) -> Iterator[tuple[torch.device, list[int]]]:
         """(device, places) of neighbours on one device."""
-        held: list[int] = []
+        stretch: list[int] = []
         for place in places:
-            if held and self.layers[place] != self.layers[held[-1]]:
-                yield self.layers[held[-1]], held
-                held = []
-            held.append(place)
-        if held:
-            yield self.layers[held[-1]], held
+            if stretch and self.layers[place] != self.layers[stretch[-1]]:
+                yield self.layers[stretch[-1]], stretch
+                stretch = []
+            stretch.append(place)
+        if stretch:
+            yield self.layers[stretch[-1]], stretch
 
 
 def spread_of(layers: Sequence[nn.Module], embedding: nn.Module, head: nn.Module) -> Spread | None:
@@ -93,8 +93,8 @@ def computes_on(module: nn.Module) -> torch.device:
 class Sentinels:
     """The sentinel-filled buffers of layers on several devices."""
 
-    def __init__(self, held: dict[torch.device, SentinelBuffers]):
-        self._held = held
+    def __init__(self, by_device: dict[torch.device, SentinelBuffers]):
+        self._held = by_device
 
     def reset(self, rows: int) -> None:
         """Reset all before a step of `rows` rows."""
@@ -111,8 +111,8 @@ _ROTARY: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, Any]] = weakref
 
 def rotary_on(rotary: Any, device: torch.device) -> Any:
     """A rotary embedding, or its copy on another device, without accelerate's hook."""
-    held = next(chain(rotary.buffers(), rotary.parameters()), None) if isinstance(rotary, nn.Module) else None
-    if held is None or held.device == device:
+    tensor = next(chain(rotary.buffers(), rotary.parameters()), None) if isinstance(rotary, nn.Module) else None
+    if tensor is None or tensor.device == device:
         return rotary
     copies = _ROTARY.setdefault(rotary, {})
     if device not in copies:

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from accelpatch.fusion.cache_name import layer_argument
 from accelpatch.fusion.decoder import layers_of, module_in
+from accelpatch.fusion.fused_layer import PromptCall, StepCall
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.fusion.native_model import NativeModel
 from accelpatch.fusion.rotary import AXES
 from accelpatch.fusion.spread import computes_on
-from accelpatch.fusion.static_call import PromptCall, StepCall
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.models.family import Family, family_of_layer
 from accelpatch.patching.capture import Call, copied, floats
@@ -127,8 +127,8 @@ def _rows(layer: Any, call: Call, sample: Mapping[str, Any]) -> Rows | None:
     x, positions = x.to(device), positions.to(device)  # of a layer on another device than the one before
     if mask is not None and mask.shape != shape:
         return None
-    held = torch.ones(shape, dtype=torch.int64, device=x.device) if mask is None else mask.to(x.device, torch.int64)
-    return Rows(x, call.outputs[0], _output(layer, call), positions.expand(shape).contiguous(), held)
+    shown = torch.ones(shape, dtype=torch.int64, device=x.device) if mask is None else mask.to(x.device, torch.int64)
+    return Rows(x, call.outputs[0], _output(layer, call), positions.expand(shape).contiguous(), shown)
 
 
 def _counts(family: Family | None, sample: Mapping[str, Any]) -> bool:
@@ -144,8 +144,8 @@ def _fused_steps(decoder: Any, fused: FusedModel, place: int, rows: Rows) -> Ten
     (batch, length, width), shape = rows.x.shape, layer.attention
     if batch > fused.most:
         return None
-    held = rows.x.new_zeros(2, batch, shape.kv_heads, length, shape.size)
-    cache = _cache(decoder, held[0], held[1])
+    states = rows.x.new_zeros(2, batch, shape.kv_heads, length, shape.size)
+    cache = _cache(decoder, states[0], states[1])
     made = list(_prompt(decoder, fused, place, rows, cache))
     with weight_prefetch():
         for token in range(rows.prompt, length):
@@ -182,11 +182,11 @@ def _native_steps(decoder: Any, native: NativeModel, place: int, rows: Rows) -> 
     """The layer's output [B, L, K]: the prompt by its module, then native steps."""
     (batch, length, _), size, layer = rows.x.shape, native.shape.head_dim, native.layers[place]
     assert layer is not None
-    held = torch.zeros(2, batch, layer.kv_heads(size), length, size)
-    cache = _cache(decoder, held[0], held[1])
+    states = torch.zeros(2, batch, layer.kv_heads(size), length, size)
+    cache = _cache(decoder, states[0], states[1])
     made = list(_prompt(decoder, None, place, rows, cache))
     # between two absent layers, so that neither the embedding nor the head is part of it
-    step = replace(native, layers=[None, layer, None]).step([held[0]] * 3, [held[1]] * 3)
+    step = replace(native, layers=[None, layer, None]).step([states[0]] * 3, [states[1]] * 3)
     starts, tokens = rows.mask.ne(1).sum(1), torch.zeros(batch, dtype=torch.int64)
     for token in range(rows.prompt, length):
         hidden = rows.x[:, token].clone()

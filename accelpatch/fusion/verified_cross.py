@@ -80,9 +80,9 @@ class Sample:
             keys[:, :, :-1], values[:, :, :-1] = own.layers[self.place].keys, own.layers[self.place].values
         slot = torch.full((rows,), length, dtype=torch.int64, device=device)
         seen = torch.ones(rows, length + 1, dtype=torch.int64, device=device)
-        held = torch.stack([cross.keys, cross.values])[None].expand(self.place + 1, *[-1] * 5).contiguous()
-        mask = None if self.shown is None else _shown(self.shown[:, 0, -1], held.shape[4])
-        read = CrossCache(held, mask)
+        states = torch.stack([cross.keys, cross.values])[None].expand(self.place + 1, *[-1] * 5).contiguous()
+        mask = None if self.shown is None else _shown(self.shown[:, 0, -1], states.shape[4])
+        read = CrossCache(states, mask)
         read.show()
         layers = [_Written(keys, values, slot)] * (self.place + 1)
         caches: Any = SimpleNamespace()

@@ -17,7 +17,6 @@ import torch
 from accelpatch.device import Device
 from accelpatch.kernels.arguments import HALVES
 from accelpatch.kernels.attention_shape import needs_mask
-from accelpatch.kernels.compiling.gpu_libraries import FP8_BLOCKS
 from accelpatch.kernels.spec import Spec
 
 Range = tuple[int, int | None]  # from, up to; None: no end
@@ -116,7 +115,11 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
         Row(("triton_wgmma", "triton", "hip", "torch"), "wgmma", HALVES, INT8_WGMMA, note=H200),
         Row(("triton", "hip", "torch"), note=H200),
     ),
-    "int3_linear": PLAIN,
+    "int3_linear": PLAIN,  # as int4_linear
+    "tiled_int3_linear": (
+        Row(("hip", "triton", "torch"), rows=(0, 8), note=ONE_PASS),
+        Row(("triton", "hip", "torch"), note="not measured"),
+    ),
     "int4_linear": PLAIN,  # row by row as on disk and on CPUs; GPUs hold tiles, the next row
     "tiled_int4_linear": (
         Row(("hip", "triton", "torch"), rows=(0, 8), note=ONE_PASS),
@@ -128,9 +131,8 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
         Row(("hip_unpack", "torch"), note=H200),
     ),
     "fp8_linear": (
-        Row(("triton", "hip", *STORED), rows=(9, 64), options={"form": (FP8_BLOCKS,)}, note="not measured"),
-        Row(("hip", "triton", *STORED), options={"form": (FP8_BLOCKS,)}, rows=(0, 8), note=ONE_PASS),
-        Row(("hip", *STORED)),
+        Row(("hip", "triton", *STORED), rows=(0, 8), note=ONE_PASS),
+        Row(("triton", "hip", *STORED), note="a launch of hip reads the weight anew for each 8 rows"),
     ),
     "quantize_rows": TRITON,
     "gemm_w8a8": (

@@ -10,6 +10,7 @@ TABLE: Mapping[str, str] = {
     "int8_linear": "linear.int8_linear",
     "int4_linear": "linear.int4_linear",
     "int3_linear": "linear.int3_linear",
+    "tiled_int3_linear": "linear.tiled_int3_linear",
     "tiled_int4_linear": "linear.tiled_int4_linear",
     "compact_linear": "linear.compact_linear",
     "fp8_linear": "linear.fp8_linear",

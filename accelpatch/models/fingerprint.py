@@ -17,12 +17,12 @@ def fingerprint(model: nn.Module) -> str:
 
     The same for a checkpoint that is loaded in bfloat16 and in float32; float16 rounds otherwise.
     """
-    held = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        held.update(f"{name} {tuple(parameter.shape)} ".encode())
+        digest.update(f"{name} {tuple(parameter.shape)} ".encode())
         if unusual(parameter) is not None:
             continue  # its values are not read, and its class or layout is no part of the model
         flat = parameter.detach().reshape(-1)
         values = flat[:: max(1, flat.numel() // SOME)][:SOME].to(torch.bfloat16).cpu()
-        held.update(values.contiguous().view(torch.uint8).numpy().tobytes())
-    return held.hexdigest()
+        digest.update(values.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -35,15 +35,16 @@ def check_places(config: Any, path: Path) -> None:
     left_out = gguf_rotary.TENSORS + (("output.weight",) if file.of(TIED) else ())
     if file.of(OWN):
         return  # transformers' newer reader says so itself, and leaves blocks of draft tokens out on purpose
-    held = sum(math.prod(shape) for name, _, shape in file.header.tensors if name not in left_out)
+    values = sum(math.prod(shape) for name, _, shape in file.header.tensors if name not in left_out)
     with explained(f"{path}: no model can be made from its configuration"), torch.device("meta"):
         model = model_class(config)._from_config(config)
     named = set(model.state_dict())
     places = sum(one.numel() for one in model.parameters())
     places += sum(one.numel() for name, one in model.named_buffers() if name in named)
-    if held > places:
-        raise LoadError(f"{path}: its tensors hold {held} values, and {type(model).__name__} has places for {places}: "
-                        f"transformers would leave the others out: {BESIDE}, or give the float checkpoint")  # fmt: skip
+    if values > places:
+        raise LoadError(f"{path}: its tensors hold {values} values, and {type(model).__name__} has places for "
+                        f"{places}: transformers would leave the others out: {BESIDE}, or give the float "
+                        "checkpoint")  # fmt: skip
 
 
 def forget_quantizer(model: Any) -> None:

@@ -26,19 +26,19 @@ NEAR = 1e-4  # of divisors that were computed in float32
 
 def complete(config: Any, file: Metadata) -> None:
     """Set base and scaling of the frequencies. Raises LoadError for what transformers has no parameters for."""
-    held = getattr(config, "rope_parameters", None) or {}
-    nested = "full_attention" in held  # Gemma 3: layers with a sliding window have frequencies of their own
-    own = held["full_attention"] if nested else held
-    if held:
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = "full_attention" in rope  # Gemma 3: layers with a sliding window have frequencies of their own
+    own = rope["full_attention"] if nested else rope
+    if rope:
         _base(own, "rope.freq_base", file)
-        _base(held.get("sliding_attention", own) if nested else own, "rope.freq_base_swa", file, only=not nested)
+        _base(rope.get("sliding_attention", own) if nested else own, "rope.freq_base_swa", file, only=not nested)
     if (scaling := _scaling(own, file)) is None:
         return
-    if not held:
+    if not rope:
         file.refuse("rope.scaling.type")
     if own.get("rope_type") != scaling["rope_type"]:
         own = {name: own[name] for name in KEPT if name in own}
-    config.rope_parameters = {**held, "full_attention": own | scaling} if nested else own | scaling
+    config.rope_parameters = {**rope, "full_attention": own | scaling} if nested else own | scaling
     if hasattr(config, "original_max_position_embeddings") and "original_max_position_embeddings" in scaling:
         config.original_max_position_embeddings = scaling["original_max_position_embeddings"]  # Phi-3
     with explained(f"{file.path}: its rotary scaling does not fit {type(config).__name__}"):
@@ -48,8 +48,8 @@ def complete(config: Any, file: Metadata) -> None:
 
 def check_beside(config: Any, file: Metadata) -> None:
     """Raise LoadError where a file scales its frequencies, and the configuration beside it does not."""
-    held = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    kinds = {one.get("rope_type", "default") for one in (held, *held.values()) if isinstance(one, dict)}
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {one.get("rope_type", "default") for one in (rope, *rope.values()) if isinstance(one, dict)}
     scaled = _of_tensors(file) or file.facts.get("rope.scaling.type") == "longrope"
     if kinds <= {"default"} and (scaled or not same(_factor(file), 1.0)):
         what = next(iter(_of_tensors(file)), f"{file.architecture}.rope.scaling")

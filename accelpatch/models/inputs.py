@@ -37,8 +37,8 @@ def sample_inputs(model: nn.Module) -> list[list[Sample]]:
 
 def device_of(model: nn.Module) -> torch.device:
     """The device of the first of a model's tensors that is in memory (those on meta are offloaded)."""
-    held = (tensor.device for tensor in chain(model.parameters(), model.buffers()) if not tensor.is_meta)
-    return next(held, torch.device("cpu"))
+    devices = (tensor.device for tensor in chain(model.parameters(), model.buffers()) if not tensor.is_meta)
+    return next(devices, torch.device("cpu"))
 
 
 def _candidates(model: Any) -> Iterator[list[Sample]]:

@@ -65,7 +65,7 @@ def is_multimodal(model: Any) -> bool:
     return _of_class(cls)
 
 
-def configurations(model: Any) -> tuple[Any, ...]:
+def configs_of_call(model: Any) -> tuple[Any, ...]:
     """The configurations that decide what the arguments of a call leave open: the model's, and its language model's."""
     return (model.config, model.get_decoder().config) if is_multimodal(model) else (model.config,)
 

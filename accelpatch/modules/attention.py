@@ -63,10 +63,10 @@ def attention(original: nn.Module, implementation: str | None = None) -> FlashAt
     """A FlashAttention in the place of `original`, with its children and a copy of its configuration."""
     register()
     new = adopt(FlashAttention, original)
-    held, config = new.__dict__, original.config
-    held["replaced_config"], held["replaced_name"] = config, vars(config)[SETTING]
-    held["config"] = held["own_config"] = named(copy.copy(config))
-    held["implementation"] = implementation
+    attributes, config = new.__dict__, original.config
+    attributes["replaced_config"], attributes["replaced_name"] = config, vars(config)[SETTING]
+    attributes["config"] = attributes["own_config"] = named(copy.copy(config))
+    attributes["implementation"] = implementation
     return new
 
 

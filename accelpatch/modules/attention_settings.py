@@ -46,10 +46,10 @@ def named(config: Any) -> Any:
 def unnamed(config: Any) -> Any:
     """The same configuration, in which no part names this package's: transformers validates what it writes, and which
     implementation a loaded model takes is not written."""
-    held = vars(config)
-    if held.get(SETTING) == NAME:
-        held[SETTING] = None
-    for part in held.values():
+    attributes = vars(config)
+    if attributes.get(SETTING) == NAME:
+        attributes[SETTING] = None
+    for part in attributes.values():
         if isinstance(part, PreTrainedConfig):
             unnamed(part)
     return config
@@ -67,11 +67,11 @@ def set_aside(model: nn.Module) -> Aside:
     """Give the attention modules in a model that name this package's function the originals', until `take_up`."""
     found: Aside = []
     for attention in replaced_in(model):
-        held = vars(attention)
-        if held["config"] is held["own_config"]:
-            found.append((attention, "config", held["own_config"], held["replaced_config"]))
-        elif vars(held["config"]).get(SETTING) == NAME:
-            found.append((held["config"], SETTING, NAME, held["replaced_name"]))
+        attributes = vars(attention)
+        if attributes["config"] is attributes["own_config"]:
+            found.append((attention, "config", attributes["own_config"], attributes["replaced_config"]))
+        elif vars(attributes["config"]).get(SETTING) == NAME:
+            found.append((attributes["config"], SETTING, NAME, attributes["replaced_name"]))
     for owner, name, _, meanwhile in found:
         owner.__dict__[name] = meanwhile
     return found
@@ -115,19 +115,19 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
 def original_name(module: Any) -> str | None:
     """The implementation that must run a call of an attention module in place of this package's: the original's, or
     one that the model was given since while this module has a configuration of its own; None for this package's."""
-    held = vars(module)
-    if "replaced_config" not in held:
+    attributes = vars(module)
+    if "replaced_config" not in attributes:
         return None
-    present = vars(held["replaced_config"]).get(SETTING)
-    if held["config"] is held["own_config"] and present not in (held["replaced_name"], NAME):
+    present = vars(attributes["replaced_config"]).get(SETTING)
+    if attributes["config"] is attributes["own_config"] and present not in (attributes["replaced_name"], NAME):
         return str(present)
-    return None if _CALL.names is None else str(held["replaced_name"])
+    return None if _CALL.names is None else str(attributes["replaced_name"])
 
 
 def was_eager(module: Any) -> bool:
     """Whether the implementation that a module's function stands for is `eager`, which None is too."""
-    held = vars(module)
-    return "replaced_config" in held and held["replaced_name"] in ("eager", None)
+    attributes = vars(module)
+    return "replaced_config" in attributes and attributes["replaced_name"] in ("eager", None)
 
 
 def original_attention(module: Any, name: str) -> Callable[..., Any]:
@@ -164,20 +164,20 @@ def why_not_implementation(module: Any) -> str | None:
     return f"the attention implementation {name} is not one of transformers'"
 
 
-def configurations(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+def configs_with_own_masks(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
     """(module, new configuration) for the modules of a model in which FlashAttention stands in every place of a
     configuration: they get a copy with NAME, so that the masks are made for it. Where some attention modules of a
     configuration are not replaced, the model goes on making their masks."""
-    held = [(module, _config(module)) for module in model.modules()]
-    ours = {id(config): config for module, config in held if "replaced_config" in vars(module)}
-    stay = [(module, config) for module, config in held if "replaced_config" not in vars(module)]
+    configs = [(module, _config(module)) for module in model.modules()]
+    ours = {id(config): config for module, config in configs if "replaced_config" in vars(module)}
+    stay = [(module, config) for module, config in configs if "replaced_config" not in vars(module)]
     others = {id(config) for module, config in stay if why_not_interface(module) is None}
     memo = {key: named(copy.copy(config)) for key, config in ours.items() if key not in others}
     if not memo:
         return
-    for _, config in held:
+    for _, config in configs:
         _with_copies(config, memo)
-    yield from ((module, memo[id(config)]) for module, config in held if id(config) in memo)
+    yield from ((module, memo[id(config)]) for module, config in configs if id(config) in memo)
 
 
 def _with_copies(config: Any, memo: dict[int, Any]) -> Any:

@@ -59,9 +59,9 @@ def form_of(module: nn.Module, activations: Any, clamped: Any) -> ExpertsForm | 
         return f"{name} has no gated experts by transformers' experts interface"
     if reason := implementation_why_not(module):
         return reason
-    held = {key: one for key, one in module._parameters.items() if one is not None}
-    if held.keys() != wanted or any(held[key].dim() != 3 for key in (UP, DOWN)):
-        return f"{name} has the weights {', '.join(held) or 'of an adapter'}, and {UP} and {DOWN} are known"
+    present = {key: one for key, one in module._parameters.items() if one is not None}
+    if present.keys() != wanted or any(present[key].dim() != 3 for key in (UP, DOWN)):
+        return f"{name} has the weights {', '.join(present) or 'of an adapter'}, and {UP} and {DOWN} are known"
     shape = {"transposed": own.is_transposed, "interleaved": not own.is_concatenated, "bias": own.has_bias}
     if name in clamped:
         return ExpertsForm("clamped_swiglu", float(own.alpha), float(own.limit), **shape)

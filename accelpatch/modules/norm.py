@@ -49,14 +49,14 @@ class SmoothableNorm(Replacement):
 
     def hand_back(self, original: nn.Module) -> bool:
         """Move and cast the original's parameters as these were; what was written into these does not go there."""
-        held = next((one for one in (*self._parameters.values(), *self._buffers.values()) if one is not None), None)
+        anything = next((one for one in (*self._parameters.values(), *self._buffers.values()) if one is not None), None)
         for name, parameter in original._parameters.items():
-            if parameter is None or held is None:
+            if parameter is None or anything is None:
                 continue
             data = parameter.data
             for dtype in self.dtypes if name in self.divided else ():
                 data = data.to(dtype)
-            parameter.data = data.to(held.device)
+            parameter.data = data.to(anything.device)
             own = self._parameters.get(name)
             if name in self.divided and own is not None and not parameter.is_inference():
                 parameter.requires_grad_(own.requires_grad)

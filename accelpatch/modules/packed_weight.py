@@ -47,7 +47,7 @@ class PackedWeight(Replacement):
     _token: nn.Parameter | None = None
 
     @property
-    def held(self) -> PackedWeight:
+    def weight_owner(self) -> PackedWeight:
         """The module that owns the packed weight: this one, or the one that it is tied to."""
         return self
 
@@ -63,14 +63,14 @@ class PackedWeight(Replacement):
         if not self.is_packed:
             return self._parameters["weight"]  # type: ignore[return-value]
         if torch.compiler.is_compiling():  # unpack inside the compiled graph
-            full = self.held.dequantized()
+            full = self.weight_owner.dequantized()
             return full.t() if self.transposed else full
-        return self.held.unpacked_view(self.transposed)
+        return self.weight_owner.unpacked_view(self.transposed)
 
     @weight.setter
     def weight(self, value: Any) -> None:
         """Accept a view that was read here (PEFT assigns it back); pass any other value to the `original`."""
-        own = None if self.held._unpacked is None else self.held._unpacked()
+        own = None if self.weight_owner._unpacked is None else self.weight_owner._unpacked()
         if not isinstance(value, WeightView) or value.unpacked is not own:
             self.original(NOT_REPLACED).weight = value
 
@@ -132,11 +132,11 @@ class PackedWeight(Replacement):
     @property
     def token(self) -> nn.Parameter:
         """An empty parameter that stands for the weight's identity; tied modules share one."""
-        held = self.held
-        if held._token is None or held._token.device != held.like.device:
-            held.__dict__["_token"] = nn.Parameter(torch.empty(0, device=held.like.device), requires_grad=False)
-        assert held._token is not None
-        return held._token
+        owner = self.weight_owner
+        if owner._token is None or owner._token.device != owner.like.device:
+            owner.__dict__["_token"] = nn.Parameter(torch.empty(0, device=owner.like.device), requires_grad=False)
+        assert owner._token is not None
+        return owner._token
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The module's parameters, and `token` for the packed weight, by which PEFT detects ties."""
@@ -148,7 +148,7 @@ class PackedWeight(Replacement):
         """The packed weight as a float parameter, under its name "weight"; {} where it is not packed."""
         if not self.is_packed:
             return {}
-        full = self.held.dequantized()
+        full = self.weight_owner.dequantized()
         full = full.t().contiguous() if self.transposed else full
         return {"weight": nn.Parameter(full, requires_grad=self.trainable)}
 

@@ -127,16 +127,16 @@ class QuantizedExperts(Experts):
         widths = (down.n, up.n // 2)  # K of each
         made = {}
         for name, one, k in zip((UP, DOWN), self.layouts, widths, strict=True):
-            held = dict(zip(PARTS, one.canonical(k, interleaved=name == UP), strict=True))
-            made[name] = {part: None if t is None else t.to(self.kept.get(part, t.dtype)) for part, t in held.items()}
+            parts = dict(zip(PARTS, one.canonical(k, interleaved=name == UP), strict=True))
+            made[name] = {part: None if t is None else t.to(self.kept.get(part, t.dtype)) for part, t in parts.items()}
         return made
 
     def _lay_out(self, weights: dict[str, Held]) -> None:
         """Hold canonical weights in the layout for this device; nothing is changed where that fails."""
         device = self.like.device
         moved = {
-            name: {part: None if one is None else one.to(device) for part, one in held.items()}
-            for name, held in weights.items()
+            name: {part: None if one is None else one.to(device) for part, one in tensors.items()}
+            for name, tensors in weights.items()
         }
         up, down = moved[UP], moved[DOWN]
         if self.packable and device.type == "cpu":
@@ -159,7 +159,7 @@ class QuantizedExperts(Experts):
 
     def saved_tensors(self) -> dict[str, Tensor]:
         """The canonical tensors under their names in a state dict."""
-        found = ((f"{name}_{part}", one) for name, held in self.canonical().items() for part, one in held.items())
+        found = ((f"{name}_{part}", one) for name, tensors in self.canonical().items() for part, one in tensors.items())
         return {name: one for name, one in found if one is not None}
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -183,7 +183,7 @@ class QuantizedExperts(Experts):
             full = now | given
             parts = ((name, {part: full.get(f"{name}_{part}") for part in PARTS}) for name in (UP, DOWN))
             self._lay_out(
-                {name: {k: None if v is None else v.clone() for k, v in held.items()} for name, held in parts}
+                {name: {k: None if v is None else v.clone() for k, v in tensors.items()} for name, tensors in parts}
             )
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
@@ -197,9 +197,9 @@ class QuantizedExperts(Experts):
         return {name: nn.Parameter(one, requires_grad=self.trainable) for name, one in self._floats()}
 
     def _floats(self) -> Iterator[tuple[str, Tensor]]:
-        for name, held in self.canonical().items():
-            parts = {part: None if one is None else one.flatten(0, 1) for part, one in held.items()}
-            bias, count = parts.pop("bias"), len(held["q"])  # type: ignore[arg-type]
+        for name, tensors in self.canonical().items():
+            parts = {part: None if one is None else one.flatten(0, 1) for part, one in tensors.items()}
+            bias, count = parts.pop("bias"), len(tensors["q"])  # type: ignore[arg-type]
             rows: Any = Int4Rows.of(parts, codes=self.layouts[0].codes) if self.bits == 4 else Int8Rows.of(parts)
             rows = Fp8Rows(rows.w, rows.scale) if rows.w.dtype == E4M3 else rows
             full = dequantize(rows, self.like.dtype).view(count, -1, rows.k)

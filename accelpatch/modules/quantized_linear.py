@@ -56,8 +56,8 @@ class QuantizedLinear(QuantizedModule):
         """A view of the weight that this module multiplies by; what is written there is packed."""
         with torch.inference_mode(False), torch.no_grad():
             full = super().dequantized()
-            held = UnpackedWeight(full, lambda floats: self._write(self._without_smoothing(floats)), self.original)
-            return held.view(full.t() if self.transposed else full)
+            unpacked = UnpackedWeight(full, lambda floats: self._write(self._without_smoothing(floats)), self.original)
+            return unpacked.view(full.t() if self.transposed else full)
 
     def _without_smoothing(self, full: Tensor) -> Tensor:
         full = full if self.factors is None else full / self.factors
@@ -77,10 +77,10 @@ class QuantizedLinear(QuantizedModule):
         full = full.t().contiguous() if self.transposed else full
         return {"weight": nn.Parameter(full, requires_grad=self.trainable)}
 
-    def _quantized_like(self, weight: Tensor, held: Any) -> RowMajor:
+    def _quantized_like(self, weight: Tensor, present: Any) -> RowMajor:
         if self.is_smoothed:
             weight = SiteStatistics(None, self.factors, self.divisors).weight(weight)
-        return super()._quantized_like(weight, held)
+        return super()._quantized_like(weight, present)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
@@ -159,9 +159,9 @@ class NVFP4Linear(CodebookLinear):
     def canonical(self) -> Any:
         return super().canonical().replace(input_scale=self.input_scale)
 
-    def _quantized_like(self, weight: Tensor, held: Any) -> RowMajor:
+    def _quantized_like(self, weight: Tensor, present: Any) -> RowMajor:
         """The scale of its input stays, whatever is written into the weight."""
-        return super()._quantized_like(weight, held).replace(input_scale=held.input_scale)
+        return super()._quantized_like(weight, present).replace(input_scale=present.input_scale)
 
     def _take(self, new: RowMajor) -> None:
         super()._take(new)
@@ -183,9 +183,9 @@ class Fp8BlockLinear(Fp8WeightOnlyLinear):
     """8-bit float weight in blocks of 128 x 128. Where its layout says so, x is rounded to 8-bit floats too, with a
     scale for each 128 values of a token."""
 
-    def _quantized_like(self, weight: Tensor, held: Any) -> RowMajor:
+    def _quantized_like(self, weight: Tensor, present: Any) -> RowMajor:
         """In blocks even where a row has one scale, and with the same rounding of x."""
-        return fp8.quantize_blocks(weight).replace(rounds=held.rounds)
+        return fp8.quantize_blocks(weight).replace(rounds=present.rounds)
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., K] -> y[..., N] in x's dtype."""

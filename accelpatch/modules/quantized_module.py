@@ -62,7 +62,7 @@ class QuantizedModule(PackedWeight):
             self._lay_out(weight)
 
     @property
-    def held(self) -> QuantizedModule:
+    def weight_owner(self) -> QuantizedModule:
         """The module that owns the weight: this one, or the one that it is tied to."""
         return self if self.source is None else self.source
 
@@ -73,7 +73,7 @@ class QuantizedModule(PackedWeight):
 
     @layout.setter
     def layout(self, value: Any) -> None:
-        self.held.own_layout = value
+        self.weight_owner.own_layout = value
 
     def canonical(self) -> Any:
         """The weight in its canonical layout, a RowMajor."""
@@ -92,13 +92,13 @@ class QuantizedModule(PackedWeight):
         if self.source is not None:
             self.source.repack(weight)
             return
-        held = self.canonical()
-        if list(weight.shape) != [held.n, held.k]:
-            raise KernelError(f"the weight is {list(weight.shape)} [N, K], and {[held.n, held.k]} is packed here")
-        self._take(self._quantized_like(weight.to(self.like.device), held))
+        present = self.canonical()
+        if list(weight.shape) != [present.n, present.k]:
+            raise KernelError(f"the weight is {list(weight.shape)} [N, K], and {[present.n, present.k]} is packed here")
+        self._take(self._quantized_like(weight.to(self.like.device), present))
 
-    def _quantized_like(self, weight: Tensor, held: Any) -> RowMajor:
-        return quantize_as(weight, held)
+    def _quantized_like(self, weight: Tensor, present: Any) -> RowMajor:
+        return quantize_as(weight, present)
 
     def _lay_out(self, weight: RowMajor) -> None:
         """Hold a weight in the layout for this device; nothing is changed where that fails."""
@@ -132,8 +132,8 @@ class QuantizedModule(PackedWeight):
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
         """Load a quantised weight, or a float one, which is quantised, into the layout of this device."""
-        held = self.canonical()
-        names = held.tensors()
+        present = self.canonical()
+        names = present.tensors()
         given = {name: state_dict.pop(prefix + name) for name in PARTS if prefix + name in state_dict}
         if not given.keys() & {"q", "scale"} and prefix + "weight" in state_dict:
             full = state_dict.pop(prefix + "weight")
@@ -142,8 +142,8 @@ class QuantizedModule(PackedWeight):
             missing.extend(prefix + name for name in names if strict and name not in given)
             unexpected.extend(prefix + name for name in given if strict and name not in names)
             new = {name: given[name].clone() if name in given else one for name, one in names.items()}
-            self._load(lambda: self._take(held.with_tensors(new)), prefix, errors)
-        self.held.changed()
+            self._load(lambda: self._take(present.with_tensors(new)), prefix, errors)
+        self.weight_owner.changed()
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
 
     def _load(self, take: Callable[[], None], prefix: str, errors: list[str]) -> None:
@@ -156,13 +156,13 @@ class QuantizedModule(PackedWeight):
 
     def _take(self, new: RowMajor) -> None:
         """Hold another weight of the same format and shape. Raises KernelError for any other."""
-        held = self.canonical().tensors()
+        present = self.canonical().tensors()
         for name, one in new.tensors().items():
-            if one.shape != held[name].shape:
-                raise KernelError(f"{name} is {list(one.shape)}, and {list(held[name].shape)} is packed here")
-        if new.w.dtype != held["q"].dtype:  # bits of e4m3fn are other numbers in e4m3fnuz
-            raise KernelError(f"q is {new.w.dtype}, and {held['q'].dtype} is packed here")
-        if not all(_same_bits(one, held[name]) for name, one in new.tensors().items()):
+            if one.shape != present[name].shape:
+                raise KernelError(f"{name} is {list(one.shape)}, and {list(present[name].shape)} is packed here")
+        if new.w.dtype != present["q"].dtype:  # bits of e4m3fn are other numbers in e4m3fnuz
+            raise KernelError(f"q is {new.w.dtype}, and {present['q'].dtype} is packed here")
+        if not all(_same_bits(one, present[name]) for name, one in new.tensors().items()):
             if STORED in vars(self):
                 raise KernelError(f"its weight is {vars(self)[STORED]} as stored, {NOT_WRITTEN}")
             self._lay_out(new)
@@ -170,7 +170,7 @@ class QuantizedModule(PackedWeight):
 
     def own(self) -> None:
         """Own the weight that was another module's until now."""
-        holder = self.held
+        holder = self.weight_owner
         holder.changed()
         for name in ("own_layout", "written", "dtypes"):
             self.__dict__[name] = vars(holder)[name]
@@ -187,9 +187,9 @@ class QuantizedModule(PackedWeight):
 
     def _hand_back(self, parameter: nn.Parameter | None) -> bool:
         assert parameter is not None
-        self.held.changed()
+        self.weight_owner.changed()
         data = parameter.data
-        if self.held.written:
+        if self.weight_owner.written:
             data = self.float_parameters()["weight"].data
         else:
             for dtype in self.dtypes:
@@ -197,7 +197,7 @@ class QuantizedModule(PackedWeight):
         parameter.data = data.to(self.like.device, self.like.dtype)
         if not parameter.is_inference():
             parameter.requires_grad_(self.trainable)
-        return self.held.written
+        return self.weight_owner.written
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

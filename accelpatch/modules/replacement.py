@@ -90,8 +90,8 @@ def stand_aside() -> None:
     A `forward` that others put into such a class stays there: it is what runs.
     """
     for made, own in _MADE.items():
-        held = vars(made).get("forward")
-        if held is not own and not hasattr(held, ASIDE):
+        present = vars(made).get("forward")
+        if present is not own and not hasattr(present, ASIDE):
             continue
         if own_code.is_others(made):
             made.forward = run_original if getattr(made, "runs_original", True) else _refuse_to_run
@@ -99,7 +99,7 @@ def stand_aside() -> None:
             made.forward = _either(made)
         elif own is not None:
             made.forward = own
-        elif held is not None:
+        elif present is not None:
             del made.forward
 
 
@@ -165,10 +165,10 @@ def without_casts(module: nn.Module, before: Mapping[str, Tensor | None]) -> Non
 
     before: name -> the buffer as it was.
     """
-    for name, held in before.items():
+    for name, earlier in before.items():
         after = module._buffers[name]
-        if held is not None and after is not None and after.dtype != held.dtype:
-            module._buffers[name] = held.to(after.device)
+        if earlier is not None and after is not None and after.dtype != earlier.dtype:
+            module._buffers[name] = earlier.to(after.device)
 
 
 def plain(replacement: Replacement) -> nn.Module:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from accelpatch.errors import PatchError
 from accelpatch.parallel import peer_memory
+from accelpatch.parallel.peer_memory import PeerMemory
 from accelpatch.parallel.watchdog import STALE, Watchdog
 
 MOST = timedelta(minutes=10)  # that a collective may wait for a rank that still gives signs
@@ -33,13 +34,14 @@ class Group:
     def __init__(self) -> None:
         self.rank, self.world, self.backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
         self.device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in self.backend else None
-        self.peers = peer_memory.asked_for(self.device, dist.group.WORLD, self.rank, self.world)
+        self.peers: PeerMemory | None = None
         store: Any = dist.distributed_c10d._get_default_store()
         prefixed: Any = vars(dist)["PrefixStore"]
         self._store = prefixed("accelpatch/exchange", store)
         apart = store.clone() if hasattr(store, "clone") else store
         self.watchdog = Watchdog(prefixed("accelpatch/watchdog", apart), self.rank, self.world)
         self._attempt, self._exchanges = 0, 0
+        self.sum_by(os.environ.get(peer_memory.ASKED, ""))
 
     def __deepcopy__(self, memo: Any) -> Group:
         return self
@@ -49,6 +51,31 @@ class Group:
         """By what activations are added up, for reports."""
         small = f", up to {peer_memory.MOST >> 10} KB one-shot over peer memory" if self.peers is not None else ""
         return f"{self.backend}{small}"
+
+    def sum_by(self, way: str) -> None:
+        """From here on add up small messages by `way`: "" or "nccl" as all others, "one_shot" over peer memory.
+
+        Raises PatchError, on every rank, where one of them cannot; they add up as before by NCCL then.
+        """
+        self.peers = None
+        if not peer_memory.wanted(way, self.device):
+            return
+        peers = self._all_can(lambda: PeerMemory(self.device, dist.group.WORLD))
+        self._all_can(peers.share)
+        self._all_can(lambda: peers.check(self.rank, self.world))
+        self.peers = peers
+
+    def _all_can(self, step: Callable[[], Any]) -> Any:
+        """What a step gave, which every rank takes. Raises PatchError, on every rank, where one could not."""
+        made, why = None, None
+        try:
+            made = step()
+        except (ImportError, AttributeError, RuntimeError) as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+        if (why := self.agreed(why)) is not None:
+            asked = f"{peer_memory.ASKED}={peer_memory.ONE_SHOT}"
+            raise PatchError(f"{asked} cannot run here ({why}): unset it, and NCCL takes its place")
+        return made
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         """The sum of x over all ranks; may be written into x."""

@@ -21,50 +21,47 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 class PeerMemory:
-    """One buffer on each GPU that all of them can read. group: the name of the ranks' process group."""
+    """One buffer on each GPU that all of them can read. group: the ranks' process group.
 
-    def __init__(self, buffer: Tensor, group: str):
-        self._bytes, self._group = buffer, group
+    It is made in steps, after each of which the ranks agree that all of them could.
+    """
+
+    def __init__(self, device: torch.device | None, group: Any):
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        import torch.distributed._symmetric_memory as symmetric
+
+        self._symmetric, self._group = symmetric, group
+        self._bytes = symmetric.empty(MOST, dtype=torch.uint8, device=device)
+
+    def share(self) -> None:
+        """Let the other ranks read this one's buffer, and find theirs. Raises RuntimeError where that cannot be."""
+        self._symmetric.rendezvous(self._bytes, self._group)
+
+    def check(self, rank: int, world: int) -> None:
+        """Raise RuntimeError where a sum is wrong."""
+        for dtype in DTYPES:
+            for size in (64, 4096):
+                x = torch.full((size,), float(rank + 1), dtype=dtype, device=self._bytes.device)
+                if not bool((self.summed(x) == world * (world + 1) // 2).all()):
+                    raise RuntimeError("a sum through peer memory was wrong")
 
     def takes(self, x: Tensor) -> bool:
         """Whether a message goes this way."""
-        return x.dtype in DTYPES and x.nbytes <= MOST and x.nbytes % ALIGNED == 0 and x.is_cuda
+        aligned = x.nbytes % ALIGNED == 0 and x.data_ptr() % ALIGNED == 0
+        return x.dtype in DTYPES and 0 < x.nbytes <= MOST and aligned and x.is_cuda
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum of x over all ranks. The kernel waits for all ranks before it reads and before it ends, so that the
-        buffer is free for the next message."""
+        """The sum of x over all ranks. The kernel copies x into the buffer, waits for all ranks before it reads, and
+        again before it ends, so that the buffer is free for the next message."""
         held = self._bytes[: x.nbytes].view(x.dtype)
-        held.copy_(x.view(-1))
-        made: Tensor = torch.ops.symm_mem.one_shot_all_reduce(held, "sum", self._group)
+        made: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(held, x.view(-1), "sum", self._group.group_name)
         return made.view_as(x)
 
 
-def asked_for(device: torch.device | None, group: Any, rank: int, world: int) -> PeerMemory | None:
-    """The way through peer memory, where the environment asks for it. Raises PatchError where it cannot run here."""
-    wanted = os.environ.get(ASKED, "")
-    if wanted not in ("", "nccl", ONE_SHOT):
-        raise PatchError(f"{ASKED} is {wanted!r}; it is nccl or {ONE_SHOT}")
-    if wanted != ONE_SHOT:
-        return None
-    if device is None:
+def wanted(way: str, device: torch.device | None) -> bool:
+    """Whether messages are to go through peer memory. Raises PatchError for an unknown way, and without GPUs."""
+    if way not in ("", "nccl", ONE_SHOT):
+        raise PatchError(f"{ASKED} is {way!r}; it is nccl or {ONE_SHOT}")
+    if way == ONE_SHOT and device is None:
         raise PatchError(f"{ASKED}={ONE_SHOT} needs GPUs, and this job computes on the CPU: unset it")
-    try:
-        return _checked(device, str(group.group_name), rank, world)
-    except (ImportError, AttributeError, RuntimeError) as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise PatchError(f"{ASKED}={ONE_SHOT} cannot run here ({said}): unset it, and NCCL takes its place") from error
-
-
-def _checked(device: torch.device, group: str, rank: int, world: int) -> PeerMemory:
-    """The buffers, once a sum through them was right."""
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    import torch.distributed._symmetric_memory as symmetric
-
-    buffer = symmetric.empty(MOST, dtype=torch.uint8, device=device)
-    symmetric.rendezvous(buffer, group)  # type: ignore[arg-type]
-    made = PeerMemory(buffer, group)
-    for _ in range(3):
-        found = made.summed(torch.full((4096,), float(rank + 1), dtype=torch.bfloat16, device=device))
-        if not bool((found == world * (world + 1) // 2).all()):
-            raise RuntimeError("a sum through peer memory was wrong")
-    return made
+    return way == ONE_SHOT

@@ -19,6 +19,7 @@ from accelpatch.models.family import child_of, linears_of
 from accelpatch.models.sharding import SPLITS
 from accelpatch.parallel.group import Group, joined
 from accelpatch.parallel.reductions import AddUp, Begin, Gather, LookUp
+from accelpatch.parallel.room import why_no_room
 from accelpatch.parallel.shards import Cutter, experts_of
 from accelpatch.patching.placement import SHARDS, Placement, hooks_of
 from accelpatch.report import human
@@ -142,6 +143,8 @@ def split(model: Any, recipe: Any, group: Group | None, rank: int = 0, world: in
         shards = Shards(group, cutter, whole, _bytes(model))
         cutter.undo.set(vars(model), SHARDS, shards)
         if group is not None and group.device is not None:
+            if (why := group.agreed(why_no_room(model, group.device))) is not None:
+                raise PatchError(f"the model cannot be split among {group.world} ranks: {why}")
             model.to(group.device)
     except BaseException:
         cutter.undo.back()

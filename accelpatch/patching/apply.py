@@ -149,21 +149,21 @@ def placed(entry: Entry, placement: Placement, stats: Any) -> Built:
     return made
 
 
-def built(entry: Entry, held: Any = None, stats: Any = None) -> Built:
-    """Build a site's replacement. held: its quantised weight, of a checkpoint; None: it is made from the original's.
+def built(entry: Entry, saved: Any = None, stats: Any = None) -> Built:
+    """Build a site's replacement. saved: its quantised weight, of a checkpoint; None: it is made from the original's.
     stats: see Replacer.build."""
     with naming(entry.site.path, "its replacement was built"):
-        return _build(entry, held, stats)
+        return _build(entry, saved, stats)
 
 
-def _build(entry: Entry, held: Any, stats: Any) -> Built:
+def _build(entry: Entry, saved: Any, stats: Any) -> Built:
     site, replacer, choice = entry.site, entry.replacer, entry.choice
     assert replacer is not None
     assert choice is not None
     if entry.as_stored:
         new = taken_over(site, replacer, choice)
     else:
-        new = replacer.build(site, choice, stats) if held is None else replacer.restore(site, choice, held)
+        new = replacer.build(site, choice, stats) if saved is None else replacer.restore(site, choice, saved)
     old_class = nn.Linear if entry.as_stored else type(site.original)
     if not isinstance(new, old_class):  # by which transformers and PEFT find modules
         raise PatchError(

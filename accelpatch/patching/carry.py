@@ -44,12 +44,12 @@ class Swap:
     @classmethod
     def of(cls, old: nn.Module, new: nn.Module) -> Swap:
         """Record the state of both modules; call it after all swaps are made."""
-        held = {"": (vars(old), vars(new))} | {table: (vars(old)[table], vars(new)[table]) for table in TABLES}
+        pairs = {"": (vars(old), vars(new))} | {table: (vars(old)[table], vars(new)[table]) for table in TABLES}
         common = {
             table: {name: one for name, one in now.items() if name in was and was[name] is one}
-            for table, (was, now) in held.items()
+            for table, (was, now) in pairs.items()
         } | {"_modules": dict(new._modules)}
-        own = {table: frozenset(now.keys() - common[table].keys()) for table, (_, now) in held.items()}
+        own = {table: frozenset(now.keys() - common[table].keys()) for table, (_, now) in pairs.items()}
         return cls(old, new, common, own, type(new))
 
     def leave_out(self, name: str) -> None:
@@ -86,8 +86,8 @@ def why_not(model: nn.Module, swaps: Sequence[Swap], hooks: Sequence[Any], force
             f"a forward was put on the instance after the patch ({listed(own)}), and it belongs to the replacement: "
             "delete it first, and put it on the original after"
         )
-    held = {path: getattr(swap.new, "held", swap.new) for path, swap in here if is_offloaded(swap.old)}
-    if lost := [path for path, one in held.items() if vars(one).get("written") or vars(one).get("rewritten")]:
+    offloaded = {path: getattr(swap.new, "weight_owner", swap.new) for path, swap in here if is_offloaded(swap.old)}
+    if lost := [path for path, one in offloaded.items() if vars(one).get("written") or vars(one).get("rewritten")]:
         return f"offloaded weights were written while they were packed ({listed(lost)}), and the map takes none back"
     return None
 
@@ -113,9 +113,9 @@ def _carried(swap: Swap, forced: bool) -> bool:
         if getattr(bound, "with_module", False) and bound.module() is new:
             bound.module = weakref.ref(old)
     give_back(old, new)
-    held = getattr(new, "holds", ())  # restored by the replacement's own give_back
+    restored = getattr(new, "holds", ())  # by the replacement's own give_back
     for table in TABLES:
-        _bring(vars(old)[table], vars(new)[table], swap.common[table], {*swap.own[table], *held})
+        _bring(vars(old)[table], vars(new)[table], swap.common[table], {*swap.own[table], *restored})
     vars(old)[UNSAVED].update(name for name in vars(new)[UNSAVED] if name in old._buffers)
     ours = {name for name in vars(new) if name.startswith("_accelpatch_")}
     fixed = {*swap.own[""], *ours, *TABLES, UNSAVED, *BOUND, *getattr(new, "transient", ())}

@@ -32,8 +32,8 @@ class Change:
 
         A child that the user put in place of the replacement stays, and a class that the user gave the owner.
         """
-        held = type(self.owner) if self.name == "__class__" else self.owner._modules.get(self.name, self.new)
-        if held is self.new:
+        present = type(self.owner) if self.name == "__class__" else self.owner._modules.get(self.name, self.new)
+        if present is self.new:
             _assign(self.owner, self.name, self.old)
         if isinstance(self.old, nn.Module):
             give_back(self.old, self.new)

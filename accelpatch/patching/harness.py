@@ -62,7 +62,7 @@ def compare(
     before = scores()
     with patched():
         after = scores()
-    return [one for task, held in before.items() for one in _scores(task, held, after[task])]
+    return [one for task, due in before.items() for one in _scores(task, due, after[task])]
 
 
 def _scores(task: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Score]:

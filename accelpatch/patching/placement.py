@@ -87,8 +87,8 @@ def hooks_of(module: nn.Module) -> Iterator[Any]:
 
 def device_of(model: nn.Module) -> torch.device:
     """The device of the first of a model's tensors that is in memory."""
-    held = (tensor.device for tensor in chain(model.parameters(), model.buffers()) if not tensor.is_meta)
-    return next(held, torch.device("cpu"))
+    devices = (tensor.device for tensor in chain(model.parameters(), model.buffers()) if not tensor.is_meta)
+    return next(devices, torch.device("cpu"))
 
 
 WHOLE = Placement()

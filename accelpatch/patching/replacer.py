@@ -114,7 +114,7 @@ class Replacer(ABC):
         """The quantised weight of the tensors that a checkpoint has of it, by name. Raises KernelError."""
         raise PlanError(f"{self.name} cannot be restored from a checkpoint")
 
-    def restore(self, site: Site, choice: Choice, held: Any) -> nn.Module:
+    def restore(self, site: Site, choice: Choice, saved: Any) -> nn.Module:
         """Make the replacement from a quantised weight of a checkpoint. Raises PlanError, or KernelError where the
         weight does not fit the site."""
         raise PlanError(f"{self.name} cannot be restored from a checkpoint")

@@ -239,12 +239,12 @@ def check_bounds(plan: Plan) -> None:
             )
 
 
-def stage_report(plan: Plan, held: Sequence[Checked], paths: Mapping[str, int]) -> Report:
+def stage_report(plan: Plan, built: Sequence[Checked], paths: Mapping[str, int]) -> Report:
     """The plan's report with each site's measured errors. paths: the counter of execution paths in the runtime."""
     report = plan.report()
     report.paths = paths
     records = {record.path: record for record in report.sites}
-    for checked in held:
+    for checked in built:
         record = records[checked.built.entry.site.path]
         record.unverified = checked.unverified
         if checked.errors:

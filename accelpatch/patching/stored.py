@@ -89,9 +89,9 @@ def like_float(module: nn.Module, n: int, k: int, dtype: torch.dtype, device: to
                 made = bias.detach().to(dtype)
                 bias = nn.Parameter(made, bias.requires_grad) if isinstance(bias, nn.Parameter) else made
             getattr(new, table)["bias"] = bias
-    held = vars(module)
-    names = (*HOOKS, *OF_HOOKS, "training", *(OF_ACCELERATE if "_hf_hook" in held else ()))
-    new.__dict__.update({name: held[name] for name in names if name in held})
+    attributes = vars(module)
+    names = (*HOOKS, *OF_HOOKS, "training", *(OF_ACCELERATE if "_hf_hook" in attributes else ()))
+    new.__dict__.update({name: attributes[name] for name in names if name in attributes})
     return new
 
 

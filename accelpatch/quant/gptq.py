@@ -10,12 +10,15 @@ Source: Frantar et al. 2022, arXiv:2210.17323; their code rounds in the same blo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from accelpatch.device import probe
 from accelpatch.errors import KernelError
+from accelpatch.kernels.triton import launch
 from accelpatch.quant.weight import grouped
 
 BLOCK = 128  # columns whose errors wait before the others get them
@@ -24,12 +27,16 @@ LEAST_SHRINK, SHRINKS = 0.6, 20  # of a search for the range of a group's codes
 
 
 class Grid(Protocol):
-    """The values that a group of weights can take; Int4Grid is one."""
+    """The values that a group of weights can take; Int4Grid is one. limits: the smallest and the largest code."""
+
+    @property
+    def limits(self) -> tuple[int, int]: ...
 
     def storage(self, groups: Tensor) -> torch.dtype: ...
     def fit(self, groups: Tensor, dtype: torch.dtype, shrink: float = 1.0) -> tuple[Tensor, Tensor | None]: ...
     def codes(self, groups: Tensor, scale: Tensor, offset: Any) -> Tensor: ...
     def values(self, u: Tensor, scale: Tensor, offset: Any) -> Tensor: ...
+    def affine(self, scale: Tensor, offset: Any) -> tuple[Tensor, Tensor, Tensor]: ...
     def weight(self, u: Tensor, scale: Tensor, offset: Any) -> Any: ...
 
 
@@ -53,7 +60,9 @@ class Gptq:
         importance = hessian.diagonal().to(groups).view(1, -1, group_size)
         columns = _Columns(grid, groups, importance, self.search, grid.storage(groups))
         order = hessian.diagonal().argsort(descending=True, stable=True) if self.act_order else None
-        _round(groups.flatten(1).clone(), inverse_factor(hessian, self.damping, order), columns, order)
+        factor = inverse_factor(hessian, self.damping, order)
+        blocks = _round if launch.why_not(probe(weight.device)) else _round_by_kernel
+        blocks(groups.flatten(1).clone(), factor, columns, order)
         return grid.weight(columns.u, columns.scale, columns.offset)
 
 
@@ -114,6 +123,17 @@ class _Columns:
         self.u[:, group, within] = codes[:, 0, 0]
         return self._grid.values(codes, *made)[:, 0, 0]
 
+    def round_block(self, places: Tensor, w: Tensor, factor: Tensor) -> Tensor:
+        """Choose the codes of the columns w[N, C] of the inputs at `places`, one after the other, by a kernel of a GPU;
+        returns their errors [N, C], for the columns that come after them."""
+        from accelpatch.kernels.triton.gptq_columns import round_columns
+
+        groups = places // self.size
+        affine = self._grid.affine(self.scale[:, groups], None if self.offset is None else self.offset[:, groups])
+        codes, errors = round_columns(w, factor, affine, self._grid.limits)
+        self.u.flatten(1)[:, places] = codes
+        return errors
+
 
 def _round(w: Tensor, factor: Tensor, columns: _Columns, order: Tensor | None) -> None:
     """Round w[N, K] in place of its columns' order. factor: as of `inverse_factor`. Groups are fitted when their first
@@ -132,6 +152,19 @@ def _round(w: Tensor, factor: Tensor, columns: _Columns, order: Tensor | None) -
             made = columns.round(places[start + i], part[:, i])
             errors[:, i] = (part[:, i] - made) / rows[i, i]
             part[:, i:].addr_(errors[:, i], rows[i, i:], alpha=-1)
+        w[:, stop:].addmm_(errors, factor[start:stop, stop:], alpha=-1)
+
+
+def _round_by_kernel(w: Tensor, factor: Tensor, columns: _Columns, order: Tensor | None) -> None:
+    """The same on a GPU: each block of columns is one launch, and has no more columns than have their groups fitted."""
+    k, size = w.shape[1], columns.size
+    places = torch.arange(k, device=w.device) if order is None else order
+    w, block = (w, gcd(size, BLOCK)) if order is None else (w[:, order], BLOCK)
+    for start in range(0, k, block):
+        stop = min(start + block, k)
+        if order is None and start % size == 0:
+            columns.fit(start // size, w[:, start : start + size])
+        errors = columns.round_block(places[start:stop], w[:, start:stop], factor[start:stop, start:stop])
         w[:, stop:].addmm_(errors, factor[start:stop, stop:], alpha=-1)
 
 

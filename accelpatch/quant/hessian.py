@@ -36,8 +36,8 @@ class Hessians:
         if held is None:
             zeros = torch.zeros(x.shape[-1], x.shape[-1], dtype=torch.float32, device=x.device)
             held = self._of[path] = _Moments(zeros)
-        rows = x.detach().reshape(-1, x.shape[-1]).float()
-        held.total.addmm_(rows.t(), rows)
+        rows = x.detach().reshape(-1, x.shape[-1])
+        _add(held.total, rows)
         held.tokens += len(rows)
         self._latest = x, version, held
 
@@ -63,3 +63,12 @@ class Hessians:
                 "check the model in this dtype, or load it in bfloat16 or float32"
             )
         return held.total / held.tokens
+
+
+def _add(total: Tensor, rows: Tensor) -> None:
+    """Add x x^T of rows[tokens, K] to total[K, K] float32. A matrix unit multiplies 16-bit floats exactly."""
+    if rows.is_cuda and rows.element_size() == 2 and not torch.version.hip and hasattr(torch.ops.aten.mm, "dtype"):
+        total.add_(torch.mm(rows.t(), rows, out_dtype=torch.float32))
+    else:
+        rows = rows.float()
+        total.addmm_(rows.t(), rows)

@@ -37,6 +37,11 @@ class Int4Grid:
         """The code of zero in a symmetric weight."""
         return (self.most + 1) // 2
 
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The smallest and the largest code."""
+        return 0, self.most
+
     def storage(self, groups: Tensor) -> torch.dtype:
         """The dtype of the scales and minima of groups[N, G, g]."""
         low, high = groups.amin(dim=2), groups.amax(dim=2)
@@ -76,6 +81,14 @@ class Int4Grid:
         if self.kind == "minimum" and offset is not None:
             return u * step + offset.float().unsqueeze(2)
         return (u - (self.middle if offset is None else offset.float().unsqueeze(2))) * step
+
+    def affine(self, scale: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """step, zero and base, float32 [N, G], of a scale and an offset[N, G]: a value is (u - zero) step + base."""
+        step = scale.float()
+        nothing = torch.zeros_like(step)
+        if offset is None:
+            return step, torch.full_like(step, self.middle), nothing
+        return (step, nothing, offset.float()) if self.kind == "minimum" else (step, offset.float(), nothing)
 
     def weight(self, u: Tensor, scale: Tensor, offset: Tensor | None) -> Int4Rows:
         """The weight of codes u[N, G, g]."""

@@ -7,6 +7,7 @@ both exist. A group of zeros has scale 0. Scales may be float16 instead; codes a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ class Int8Grid:
     """The values that a group can take. half: whether scales are float16, where they fit."""
 
     half: bool = False
+    limits: ClassVar[tuple[int, int]] = (-127, 127)
 
     def storage(self, groups: Tensor) -> torch.dtype:
         """The dtype of the scales of groups[N, G, g]."""
@@ -39,6 +41,11 @@ class Int8Grid:
     def values(self, q: Tensor, scale: Tensor, offset: None = None) -> Tensor:
         """The values of codes q[N, G, g], float32."""
         return q * scale.float().unsqueeze(2)
+
+    def affine(self, scale: Tensor, offset: None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """step, zero and base of scale[N, G], each float32 [N, G]: a value is (q - zero) step + base."""
+        step = scale.float()
+        return step, torch.zeros_like(step), torch.zeros_like(step)
 
     def weight(self, q: Tensor, scale: Tensor, offset: None = None) -> Int8Rows:
         """The weight of codes q[N, G, g]."""

@@ -44,10 +44,10 @@ class Compact(Gemv):
         if reason := dispatch.why_not(spec.op, NATIVE, spec, device):
             return _kept(plain, reason)
         tiles, steps = -(-site.n // TILE_ROWS), -(-site.k // compact_tiles.STEP)
-        held = tiles * (steps * compact_tiles.STEP_BYTES + TILE_ROWS * BESIDE) + bias_bytes(site)
+        size = tiles * (steps * compact_tiles.STEP_BYTES + TILE_ROWS * BESIDE) + bias_bytes(site)
         libraries = compact_linear.libraries(spec.dtype)
         return replace(
-            plain, bytes_after=held, resident_after=held, detail={"compact": True}, libraries=libraries, spec=spec
+            plain, bytes_after=size, resident_after=size, detail={"compact": True}, libraries=libraries, spec=spec
         )  # fmt: skip
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
@@ -60,8 +60,8 @@ class Compact(Gemv):
     def prefetchable(self, site: Site, choice: Choice, built: nn.Module) -> Choice:
         if not isinstance(built, CompactLinear):
             return choice
-        held = built.weight_bytes + bias_bytes(site)
-        choice = replace(choice, bytes_after=held, resident_after=held)
+        size = built.weight_bytes + bias_bytes(site)
+        choice = replace(choice, bytes_after=size, resident_after=size)
         return _kept(choice, built.refusal) if built.refusal else choice
 
 

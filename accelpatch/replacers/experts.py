@@ -186,18 +186,18 @@ class _QuantizedExperts(CalibratedReplacer, KernelReplacer):
             weight = site.original._parameters[name]
             assert weight is not None
             rows = rows_of(form, name, weight.detach())
-            held = stacked([self.quantized(one, group, choice) for one in rows]) if made is None else _held(made, name)
+            parts = stacked([self.quantized(one, group, choice) for one in rows]) if made is None else _held(made, name)
             bias = site.original._parameters.get(f"{name}_bias")
             beside = None if bias is None else rows_of(form, f"{name}_bias", bias.detach()).clone()
-            weights[name] = {**held, "bias": beside}
+            weights[name] = {**parts, "bias": beside}
         return quantised(site.original, form, weights, self.bits, choice.kernel == NATIVE)
 
-    def restore(self, site: Site, choice: Choice, held: Mapping[str, Tensor]) -> nn.Module:
-        weights = {name: {part: held.get(f"{name}_{part}") for part in PARTS} for name in (UP, DOWN)}
+    def restore(self, site: Site, choice: Choice, saved: Mapping[str, Tensor]) -> nn.Module:
+        weights = {name: {part: saved.get(f"{name}_{part}") for part in PARTS} for name in (UP, DOWN)}
         form, number, shapes = (choice.detail[key] for key in ("form", "number", "shapes"))
         only = self.wanted if isinstance(self.wanted, int) else None
         checked(weights, number, shapes, self.bits, form.bias, self.dtypes, only, self.kind)
-        device = held[f"{UP}_q"].device
+        device = saved[f"{UP}_q"].device
         empty = torch.empty(0, dtype=getattr(torch, site.dtype), device=device)
         site.original._parameters[UP] = nn.Parameter(empty, requires_grad=False)
         new = quantised(site.original, form, weights, self.bits, choice.kernel == NATIVE)

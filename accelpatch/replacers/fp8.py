@@ -59,12 +59,12 @@ class Fp8WeightOnly(LinearReplacer):
     def weight(self, choice: Choice, parts: Mapping[str, Tensor | None]) -> RowMajor:
         return Fp8Rows.of(parts)
 
-    def restore(self, site: Site, choice: Choice, held: Any) -> nn.Module:
-        _check_form(held, choice)
-        check_held(held, site.n, site.k, (fp8.dtype_of(fnuz=choice.detail["fnuz"]),), (torch.float32,))
-        if bool((held.scale < 0).any()):
-            raise KernelError(f"scale has {float(held.scale.min())}, and a scale is no negative number")
-        return self._module(site, held)
+    def restore(self, site: Site, choice: Choice, saved: Any) -> nn.Module:
+        _check_form(saved, choice)
+        check_held(saved, site.n, site.k, (fp8.dtype_of(fnuz=choice.detail["fnuz"]),), (torch.float32,))
+        if bool((saved.scale < 0).any()):
+            raise KernelError(f"scale has {float(saved.scale.min())}, and a scale is no negative number")
+        return self._module(site, saved)
 
     def _module(self, site: Site, weight: Fp8Rows) -> nn.Module:
         module: nn.Module = quantized(Fp8WeightOnlyLinear, site.original, weight)
@@ -97,9 +97,9 @@ class Fp8Blocks(Fp8WeightOnly):
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         return self._made(site, choice, fp8.quantize_blocks(weight_of(site.original)))
 
-    def restore(self, site: Site, choice: Choice, held: Any) -> nn.Module:
-        fp8.check_blocks(held, site.n, site.k)
-        return self._made(site, choice, held)
+    def restore(self, site: Site, choice: Choice, saved: Any) -> nn.Module:
+        fp8.check_blocks(saved, site.n, site.k)
+        return self._made(site, choice, saved)
 
     def _made(self, site: Site, choice: Choice, weight: Fp8Rows) -> nn.Module:
         module: nn.Module = quantized(self.module, site.original, weight.replace(rounds=choice.detail["rounds"]))
@@ -145,12 +145,12 @@ def _name(device: Device) -> str:
     return "a CPU" if device.kind == "cpu" else device.arch
 
 
-def _check_form(held: Fp8Rows, choice: Choice) -> None:
+def _check_form(saved: Fp8Rows, choice: Choice) -> None:
     """Raise KernelError for a weight from a file in another form than the device's."""
     due = fp8.dtype_of(fnuz=choice.detail["fnuz"])
-    if held.w.dtype in FP8 and held.w.dtype != due:
+    if saved.w.dtype in FP8 and saved.w.dtype != due:
         here = choice.detail["arch"]
         raise KernelError(
-            f"q is {fp8_name(held.w.dtype)}, and {here} takes {fp8_name(due)}, in which the same bits are other "
+            f"q is {fp8_name(saved.w.dtype)}, and {here} takes {fp8_name(due)}, in which the same bits are other "
             f"numbers: quantise the float weights for {here}"
         )

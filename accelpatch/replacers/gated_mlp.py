@@ -41,8 +41,8 @@ class GatedMLPReplacer(KernelReplacer):
             return Reason(f"the activation of {type(mlp).__name__} is not known here")
         down = children["down_proj"]
         width = getattr(down, "in_features", 1)
-        held = (one.dtype for one in (*down.parameters(), *down.buffers()))  # where it is quantised, those of codes too
-        dtype = next((one for one in held if one.is_floating_point and one.itemsize > 1), torch.float32)
+        dtypes = (one.dtype for one in (*down.parameters(), *down.buffers()))  # of codes too
+        dtype = next((one for one in dtypes if one.is_floating_point and one.itemsize > 1), torch.float32)
         spec = Spec("gated_activation", {"M": 1, "K": width}, dtype, options={"activation": activation})
         kernel = dispatch.choose("gated_activation", spec, device)
         return Choice(kernel, 0, 0, site.bytes, {"activation": activation, "fused_gate_up": fused}, spec=spec)

@@ -70,9 +70,9 @@ class GgufBlocks(LinearReplacer):
     def weight(self, choice: Choice, parts: Mapping[str, Tensor | None]) -> RowMajor:
         return Blocks.of(parts, form=choice.detail["form"])
 
-    def restore(self, site: Site, choice: Choice, held: Any) -> nn.Module:
-        check_blocks(held.w, choice.detail["form"], site.n, site.k)
-        return _module(site.original, held, choice.kernel == NATIVE)
+    def restore(self, site: Site, choice: Choice, saved: Any) -> nn.Module:
+        check_blocks(saved.w, choice.detail["form"], site.n, site.k)
+        return _module(site.original, saved, choice.kernel == NATIVE)
 
     def build_tied(self, site: Site, tied: Site, built: nn.Module) -> nn.Module:
         assert isinstance(built, QuantizedModule)

@@ -52,10 +52,10 @@ class Int8OPT(KernelReplacer):
             raise PlanError("static scales need calibration statistics: accelpatch.calibrate(model, data)")
         return int8_layer(site.original, made(site.original, stats.inside))
 
-    def restore(self, site: Site, choice: Choice, held: Mapping[str, Tensor]) -> Int8OPTDecoderLayer:
+    def restore(self, site: Site, choice: Choice, saved: Mapping[str, Tensor]) -> Int8OPTDecoderLayer:
         layer: Any = site.original
         config = layer.self_attn.config
-        return int8_layer(layer, int8_opt.checked(held, config.hidden_size, config.ffn_dim))
+        return int8_layer(layer, int8_opt.checked(saved, config.hidden_size, config.ffn_dim))
 
     def parts(self, site: Site, names: Iterable[str]) -> list[str]:
         """All tensors under the layer's name."""

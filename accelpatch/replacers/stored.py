@@ -54,8 +54,8 @@ class Layout:
         """The parts that a module has, by name."""
         if self.tensors is not None:
             return self.tensors(module)
-        held = {**module._buffers, **module._parameters}
-        return {name: held.get(name) for name in self.parts}
+        tensors = {**module._buffers, **module._parameters}
+        return {name: tensors.get(name) for name in self.parts}
 
 
 def known(module: nn.Module) -> Stored | None:
@@ -73,9 +73,9 @@ def known(module: nn.Module) -> Stored | None:
     found, config = layout.facts(module, tensors)
     if found.refusal is None and any(isinstance(child, nn.Module) for child in module._modules.values()):
         found = replace(found, refusal=f"it has modules inside ({next(iter(module._modules))})")
-    held = [tensor for tensor in (*tensors.values(), bias_of(module)) if tensor is not None]
+    every = [tensor for tensor in (*tensors.values(), bias_of(module)) if tensor is not None]
     weight = partial(_weight, layout, config, found.n, found.k)
-    return replace(found, bytes=sum(one.nbytes for one in held), weight=weight, floats=partial(_floats, weight))
+    return replace(found, bytes=sum(one.nbytes for one in every), weight=weight, floats=partial(_floats, weight))
 
 
 def _weight(layout: Layout, config: Mapping[str, Any], n: int, k: int, module: nn.Module) -> Any:
@@ -94,8 +94,8 @@ def _floats(weight: Callable[[nn.Module], Any], module: nn.Module) -> Tensor:
 
 def _sizes(module: nn.Module) -> tuple[int, int]:
     """(n, k) of a linear layer; AutoGPTQ's have names of their own."""
-    held: Any = vars(module)
-    n, k = (held.get(f"{way}_features", held.get(f"{way}features", 0)) for way in ("out", "in"))
+    attributes: Any = vars(module)
+    n, k = (attributes.get(f"{way}_features", attributes.get(f"{way}features", 0)) for way in ("out", "in"))
     return int(n), int(k)
 
 
@@ -113,17 +113,17 @@ def _grouped(tool: str, bits: Any, groups: int, symmetric: bool, sizes: tuple[in
 
 
 def _gptq(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str, Any]]:
-    held: Any = vars(module)
-    scales, bits, kernel = tensors["scales"], held.get("bits"), getattr(module, "QUANT_TYPE", "")
-    version = str(getattr(held.get("format"), "value", held.get("format") or "gptq"))
+    attributes: Any = vars(module)
+    scales, bits, kernel = tensors["scales"], attributes.get("bits"), getattr(module, "QUANT_TYPE", "")
+    version = str(getattr(attributes.get("format"), "value", attributes.get("format") or "gptq"))
     # GPTQModel turns v1 into v2 when it loads, for kernels that need that, and marks it so; AutoGPTQ never does
-    v2 = version == "gptq_v2" or held.get("_qzeros_format") == 2 or getattr(module, "REQUIRES_FORMAT_V2", False)
-    sym = bool(held["sym"]) if held.get("sym") is not None else _are_middles(tensors["qzeros"], bits, v2)
+    v2 = version == "gptq_v2" or attributes.get("_qzeros_format") == 2 or getattr(module, "REQUIRES_FORMAT_V2", False)
+    sym = bool(attributes["sym"]) if attributes.get("sym") is not None else _are_middles(tensors["qzeros"], bits, v2)
     config = {"bits": bits, "sym": sym, "checkpoint_format": "gptq_v2" if v2 else "gptq"}
-    repacks = "linear_mode" in held
-    refusal = HAS_ADAPTER if held.get("adapter") is not None else None
-    refusal = PACKED_ANEW if held.get("linear_mode") is not None else refusal
-    refusal = ROTATES if held.get("online_full_had") or held.get("online_partial_had") else refusal
+    repacks = "linear_mode" in attributes
+    refusal = HAS_ADAPTER if attributes.get("adapter") is not None else None
+    refusal = PACKED_ANEW if attributes.get("linear_mode") is not None else refusal
+    refusal = ROTATES if attributes.get("online_full_had") or attributes.get("online_partial_had") else refusal
     if version not in ("gptq", "gptq_v2"):
         refusal = f"its format {version} is not read"
     if kernel in SHUFFLED:
@@ -141,12 +141,12 @@ def _are_middles(words: Tensor | None, bits: Any, v2: bool) -> bool:
 
 
 def _awq(version: str, module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str, Any]]:
-    held: Any = vars(module)
-    (n, k), size, bits = _sizes(module), held.get("group_size"), held.get("w_bit", held.get("bits"))
+    attributes: Any = vars(module)
+    (n, k), size, bits = _sizes(module), attributes.get("group_size"), attributes.get("w_bit", attributes.get("bits"))
     size = k if size in (-1, None) else size
-    refusal = HAS_ADAPTER if held.get("adapter") is not None else None
-    refusal = PACKED_ANEW if held.get("linear_mode") is not None else refusal
-    groups, formula = k // size if size > 0 else 0, AT_FIRST_CALL if "linear_mode" in held else ""
+    refusal = HAS_ADAPTER if attributes.get("adapter") is not None else None
+    refusal = PACKED_ANEW if attributes.get("linear_mode") is not None else refusal
+    groups, formula = k // size if size > 0 else 0, AT_FIRST_CALL if "linear_mode" in attributes else ""
     found = _grouped("AWQ", bits, groups, False, (n, k), refusal=refusal, formula=formula)
     return found, {"bits": bits, "group_size": size, "version": version}
 
@@ -178,15 +178,15 @@ def _of_four_bits(module: nn.Module) -> Tensors:
         "quant_type": state.quant_type, "blocksize": state.blocksize, "shape": list(state.shape),
         "dtype": str(state.dtype).removeprefix("torch."),
     }  # fmt: skip
-    held = {"weight": weight, "weight.absmax": state.absmax, "weight.quant_map": state.code}
+    parts = {"weight": weight, "weight.absmax": state.absmax, "weight.quant_map": state.code}
     if state.nested:
         facts |= {
             "nested_blocksize": state.state2.blocksize,
             "nested_offset": 0.0 if state.offset.is_meta else float(state.offset),
         }
-        held |= {"weight.nested_absmax": state.state2.absmax, "weight.nested_quant_map": state.state2.code}
+        parts |= {"weight.nested_absmax": state.state2.absmax, "weight.nested_quant_map": state.state2.code}
     text = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
-    return held | {f"weight.quant_state.bitsandbytes__{state.quant_type}": text}
+    return parts | {f"weight.quant_state.bitsandbytes__{state.quant_type}": text}
 
 
 def _four_bits(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str, Any]]:

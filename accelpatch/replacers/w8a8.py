@@ -76,19 +76,19 @@ class W8A8(LinearReplacer):
         stats = stats or SiteStatistics()
         weight = stats.weight(weight_of(site.original))
         made = int8.quantize(weight) if choice.detail["weights"] == "channel" else _by_tensor(weight)
-        held = W8A8Rows(made.w, made.scale, _input_scale(choice, stats, weight.device))
-        return self._module(site, held, stats, choice)
+        rows = W8A8Rows(made.w, made.scale, _input_scale(choice, stats, weight.device))
+        return self._module(site, rows, stats, choice)
 
     def weight(self, choice: Choice, parts: Mapping[str, Tensor | None]) -> RowMajor:
         return W8A8Rows.of(parts)
 
-    def restore(self, site: Site, choice: Choice, held: Any) -> nn.Module:
-        check_held(held, site.n, site.k, (torch.int8,), (torch.float32,))
-        one = getattr(held, "input_scale", None)
-        if held.scale.shape[1] != 1:
+    def restore(self, site: Site, choice: Choice, saved: Any) -> nn.Module:
+        check_held(saved, site.n, site.k, (torch.int8,), (torch.float32,))
+        one = getattr(saved, "input_scale", None)
+        if saved.scale.shape[1] != 1:
             raise KernelError("a w8a8 weight has one scale a row and no offset")
         check_input_scale(one)
-        return self._module(site, W8A8Rows(held.w, held.scale, one), SiteStatistics(), choice)
+        return self._module(site, W8A8Rows(saved.w, saved.scale, one), SiteStatistics(), choice)
 
     def _module(self, site: Site, weight: W8A8Rows, stats: SiteStatistics, choice: Choice) -> nn.Module:
         made: nn.Module = quantized(W8A8Linear, site.original, weight, choice.kernel == NATIVE, stats)

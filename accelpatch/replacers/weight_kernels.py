@@ -12,7 +12,7 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.kernels.codebooks import scale_dtype as dtype_of
 from accelpatch.kernels.compiling import libraries as built
-from accelpatch.kernels.ops.linear import int8_linear, packed_linear, tiled_int4_linear
+from accelpatch.kernels.ops.linear import int8_linear, packed_linear, tiled_int3_linear, tiled_int4_linear
 from accelpatch.kernels.spec import Spec
 from accelpatch.patching.site import Site
 
@@ -21,9 +21,16 @@ NATIVE = "cpu"  # the implementation over packs, the native CPU layout
 STORED = "cpu_stored"  # the implementation over weights as a checkpoint stores them
 CPU_LIBRARY = "cpu"
 HIP = "hip"
-ON_GPU = {"int4_linear": "tiled_int4_linear"}  # operation -> the one over the GPU kernels' layout
+ON_GPU = {
+    "int4_linear": "tiled_int4_linear",
+    "int3_linear": "tiled_int3_linear",
+}  # operation -> the one over the GPU kernels' layout
 BITS = {"int8_linear": 8, "int4_linear": 4, "int3_linear": 3}  # of a value
-LIBRARIES = {"int8_linear": int8_linear.libraries, "tiled_int4_linear": tiled_int4_linear.libraries}
+LIBRARIES = {
+    "int8_linear": int8_linear.libraries,
+    "tiled_int4_linear": tiled_int4_linear.libraries,
+    "tiled_int3_linear": tiled_int3_linear.libraries,
+}
 INT4_SCALE = 2  # bytes per scale: float16
 
 

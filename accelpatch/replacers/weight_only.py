@@ -47,7 +47,7 @@ from accelpatch.replacers.weight_kernels import (
     weight_of,
 )
 
-NO_GPU_KERNEL = "no GPU kernel reads 3 bits, and torch would dequantise the weight at every call: use int4 there"
+NO_GPU_KERNEL = "no GPU kernel reads it here, and torch would dequantise the weight at every call: use int4 there"
 OFFSET_BYTES = {"none": 0, "minimum": 2, "zero_point": 1}
 
 
@@ -112,19 +112,19 @@ class WeightOnly(CalibratedReplacer, LinearReplacer):
     def weight(self, choice: Choice, parts: Mapping[str, Tensor | None]) -> RowMajor:
         return Int4Rows.of(parts, codes=self.codes) if BITS[self.op] == 4 else Int8Rows.of(parts)
 
-    def restore(self, site: Site, choice: Choice, held: Any) -> nn.Module:
+    def restore(self, site: Site, choice: Choice, saved: Any) -> nn.Module:
         zero = {8: 0, 4: None if self.codes else int4.ZERO_CODE}.get(BITS[self.op])
-        check_held(held, site.n, site.k, (torch.int8,), self.dtypes, zero)
-        if isinstance(self.wanted, int) and held.k != self.wanted * held.scale.shape[1]:
-            raise KernelError(f"scale is {list(held.scale.shape)}, and one for each {self.wanted} values belongs here")
-        given = held.tensors().get("input_scale")
+        check_held(saved, site.n, site.k, (torch.int8,), self.dtypes, zero)
+        if isinstance(self.wanted, int) and saved.k != self.wanted * saved.scale.shape[1]:
+            raise KernelError(f"scale is {list(saved.scale.shape)}, and one for each {self.wanted} values belongs here")
+        given = saved.tensors().get("input_scale")
         if given is not None and self.codes != NVFP4:
             raise KernelError("input_scale does not belong to this kind of weight: write the checkpoint again")
         check_input_scale(given)
-        due, kind = self.kind(choice.detail), getattr(held, "kind", "none")
+        due, kind = self.kind(choice.detail), getattr(saved, "kind", "none")
         if kind != due:
             raise KernelError(f"its offset is {kind}, and {due} belongs here: write the checkpoint again")
-        return self._module(site.original, held, choice)
+        return self._module(site.original, saved, choice)
 
     def _module(
         self, original: nn.Module, weight: RowMajor, choice: Choice, stats: SiteStatistics | None = None
@@ -215,7 +215,9 @@ class Int3WeightOnly(Int4WeightOnly):
 
     def of_matrix(self, site: Site, n: int, k: int, options: Mapping[str, Any], device: Device) -> Choice | Reason:
         made = super().of_matrix(site, n, k, options, device)
-        return made if isinstance(made, Reason) or device.kind == "cpu" else replace(made, slower=NO_GPU_KERNEL)
+        if isinstance(made, Reason) or device.kind == "cpu" or made.kernel == HIP:
+            return made
+        return replace(made, slower=NO_GPU_KERNEL)
 
     def quantized(self, weight: Tensor, detail: Mapping[str, Any]) -> RowMajor:
         options = {name: detail[name] for name in ("group_size", "symmetric", "zero_point") if name in detail}

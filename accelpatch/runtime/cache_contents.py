@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from accelpatch.kernels.layouts.kv_states import States, copy_first_, tensors_of
+from accelpatch.kernels.layouts.kv_states import States, copy_first_
+from accelpatch.runtime.row_order import RowOrder
 
 OWN_CACHE = "_accelpatch_own"  # attribute of a cache: whether generate() made it for the call that runs
 WITHOUT = "DummyLayer"  # transformers' class of the layers of a cache that store nothing
@@ -32,7 +33,7 @@ class Contents:
     """
 
     def __init__(self, layers: Sequence[Any], static: Any, length: int):
-        self.static, self.length = static, length
+        self.static, self.length, self._order = static, length, RowOrder(static.layers)
         self.fits: Any = None  # what the layers of a model cache to which these were compared, and which they fit
         self._layers = [weakref.ref(layer) for layer in layers]  # weak: they hold this
         self._windows = [window_of(layer) for layer in layers]
@@ -49,6 +50,7 @@ class Contents:
 
     def are_of(self, cache: Any) -> bool:
         """Whether the layers of a cache are those of these tokens, and all have as many."""
+        self._order.flush()
         return not (self._detached or self._ahead) and [ref() for ref in self._layers] == storing(cache)
 
     def count(self, place: int) -> int:
@@ -60,11 +62,12 @@ class Contents:
         with self._lock, torch.no_grad():
             if self._detached:
                 return
-            held = [(place, layer) for place, ref in enumerate(self._layers) if (layer := ref()) is not None]
-            counts = [self.count(place) for place, _ in held]
-            copies = [_tokens(self._windows[place], self.static.layers[place], self.count(place)) for place, _ in held]
+            self._order.flush()
+            alive = [(place, layer) for place, ref in enumerate(self._layers) if (layer := ref()) is not None]
+            counts = [self.count(place) for place, _ in alive]
+            copies = [_tokens(self._windows[place], self.static.layers[place], self.count(place)) for place, _ in alive]
             self._detached = True
-            for (_, layer), (keys, values), count in zip(held, copies, counts, strict=True):
+            for (_, layer), (keys, values), count in zip(alive, copies, counts, strict=True):
                 layer.__class__ = DETACHED[type(layer)]
                 del layer._contents, layer._place
                 layer.keys, layer.values = keys, values
@@ -76,6 +79,7 @@ class Contents:
     def view(self, place: int, name: str) -> Tensor | None:
         """What a layer keeps of its keys or values, where it lies; None where somebody else may write there later."""
         with self._lock:
+            self._order.flush()
             tensor: States = getattr(self.static.layers[place], name)
             if self._detached or not getattr(self.static, "of_one_cache", False) or not isinstance(tensor, Tensor):
                 return None
@@ -85,20 +89,18 @@ class Contents:
 
     def reorder(self, place: int, rows: Tensor) -> bool:
         """Row b of a layer becomes its row rows[b], int64. Returns False where that must be done to the layer's own."""
-        held = self.static.layers[place]
+        static = self.static.layers[place]
         with self._lock, torch.no_grad():
-            if self._detached or self._ahead or self._viewed or len(rows) != len(held.keys):
+            if self._detached or self._ahead or self._viewed or len(rows) != len(static.keys):
                 return False
-            for tensor in (*tensors_of(held.keys), *tensors_of(held.values)):
-                filled = tensor[:, :, : self.length]
-                filled.copy_(filled.index_select(0, rows.to(tensor.device)))
+            self._order.ask(place, rows, self.length)
             return True
 
     def append(self, layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """Write a step's token [B, Hkv, 1, D] of the layer whose module runs; returns it behind all that the layer
         keeps. None where that must be done to the layer's own tensors."""
-        held, end = self.static.layers[layer._place], self.length + 1
-        pairs = ((held.keys, keys), (held.values, values))
+        static, end = self.static.layers[layer._place], self.length + 1
+        pairs = ((static.keys, keys), (static.values, values))
         with self._lock, torch.no_grad():
             if self._detached or not self._module == self._ahead == layer._place:
                 return None
@@ -108,7 +110,7 @@ class Contents:
                 slots[:, :, self.length : end] = new
             self._ahead += 1
         first = _first_kept(self._windows[layer._place], self.length)
-        return held.keys[:, :, first:end], held.values[:, :, first:end]
+        return static.keys[:, :, first:end], static.values[:, :, first:end]
 
     @contextmanager
     def module(self, place: int) -> Iterator[None]:
@@ -140,11 +142,11 @@ class Contents:
         with self._lock, torch.no_grad():
             if self._detached:
                 token = slice(self.length, self.length + 1)
-                for ref, held in zip(
+                for ref, static in zip(
                     self._layers[self._ahead : place], self.static.layers[self._ahead :], strict=False
                 ):
                     if (layer := ref()) is not None:
-                        layer.update(held.keys[:, :, token].clone(), held.values[:, :, token].clone())
+                        layer.update(static.keys[:, :, token].clone(), static.values[:, :, token].clone())
             self._ahead = place
 
     def move(self, static: Any) -> None:
@@ -263,18 +265,18 @@ def attach(cache: Any, static: Any, kind: type[Held] = Contents) -> Held:  # typ
     for layer in layers:
         if type(layer) in DETACHED:  # of another cache's tokens, or in another order
             layer._contents.detach()
-    for layer, held in zip(layers if length else (), static.layers, strict=False):
+    for layer, own in zip(layers if length else (), static.layers, strict=False):
         first = length - layer.keys.shape[2]
-        held.keys[:, :, first:length] = layer.keys
-        held.values[:, :, first:length] = layer.values
+        own.keys[:, :, first:length] = layer.keys
+        own.values[:, :, first:length] = layer.values
     return kind(layers, static, length)
 
 
 def copy_slots(static: Any, larger: Any) -> None:
     """Copy all slots of a static cache to the first ones of a larger one."""
-    for held, new in zip(static.layers, larger.layers, strict=True):
-        copy_first_(held.keys, new.keys)
-        copy_first_(held.values, new.values)
+    for own, new in zip(static.layers, larger.layers, strict=True):
+        copy_first_(own.keys, new.keys)
+        copy_first_(own.values, new.values)
 
 
 def window_of(layer: Any) -> int:
@@ -287,10 +289,10 @@ def _first_kept(window: int, length: int) -> int:
     return max(0, length - window + 1) if window else 0
 
 
-def _tokens(window: int, held: Any, length: int) -> tuple[Tensor, Tensor]:
+def _tokens(window: int, layer: Any, length: int) -> tuple[Tensor, Tensor]:
     """Copies of the keys and values that a layer keeps of `length` tokens of a static layer."""
     kept = slice(_first_kept(window, length), length)
-    return held.keys[:, :, kept].clone(), held.values[:, :, kept].clone()
+    return layer.keys[:, :, kept].clone(), layer.values[:, :, kept].clone()
 
 
 def _alike(tensor: Tensor) -> tuple[Any, ...]:

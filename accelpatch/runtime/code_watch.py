@@ -127,10 +127,10 @@ class CodeWatch:
 
     def end(self, session: Any) -> None:
         """End what began, if it has not ended; the last one gives the model the implementations that it had."""
-        held = self.sessions.pop(session, [])
+        begun = self.sessions.pop(session, [])
         if self.sessions:
             return
-        for settings, name in held:
+        for settings, name in begun:
             settings[attention.SETTING] = name
         model = None if self._model is None else self._model()
         if model is not None:

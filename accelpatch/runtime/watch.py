@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_, itemgetter
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from accelpatch import own_code
-from accelpatch.fusion.adapters import is_adapter, state_of
+from accelpatch.fusion.adapters import SWITCHES, is_adapter, state_of
 from accelpatch.fusion.decoder import layers_in
 from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.fusion.spread import is_offloaded, moves_only, offloaded_inside
@@ -75,9 +76,9 @@ class Watch:
         self._tables: list[dict[str, Any]] = [t for m in modules for t in (m._modules, m._parameters, m._buffers)]
         self._filled = [table for table in self._tables if table]  # most are empty, so only their sizes are checked
         self._held = list(chain.from_iterable(map(dict.values, self._filled)))
-        held = [value for value in self._held if isinstance(value, Tensor)]
-        self.several_devices = len({tensor.device for tensor in held}) > 1  # or offloaded in part
-        self._tensors = [tensor for tensor in held if own_code.unusual(tensor) is None]  # others have no address
+        tensors = [value for value in self._held if isinstance(value, Tensor)]
+        self.several_devices = len({tensor.device for tensor in tensors}) > 1  # or offloaded in part
+        self._tensors = [tensor for tensor in tensors if own_code.unusual(tensor) is None]  # others have no address
         self._pointers = list(map(Tensor.data_ptr, self._tensors))
         own = written_by_forward(modules)
         self._written = [tensor for tensor in self._tensors if _counts_writes(tensor) and id(tensor) not in own]
@@ -86,7 +87,8 @@ class Watch:
         self._layouts = [module.own_layout for module in self._quantised]
         self._experts = [(module, module.layouts) for module in modules if isinstance(module, QuantizedExperts)]
         self._adapters = [module for module in modules if is_adapter(module)]
-        self._flags = grouped(flag_places(model))
+        self._switches, self._flags = grouped(switch_places(self._adapters)), grouped(flag_places(model))
+        self._switched = deepcopy(values_of(self._switches))
         self._model, self._random = weakref.ref(model), random_in_training(model)
         adapters = {id(part) for module in inner if is_adapter(module) for part in module.modules()}  # seen elsewhere
         self._dropping = [one for one in inner if id(one) not in adapters and _random_number(one) is not None]
@@ -125,6 +127,10 @@ class Watch:
         """The state of the model's adapters."""
         return state_of(self._adapters)
 
+    def switched(self) -> bool:
+        """Whether adapters were switched, scaled or set to another mode since the step was derived from the model."""
+        return values_of(self._switches) != self._switched
+
     def flags(self) -> list[Any]:
         """Plain values that a captured step relies on: scalings, switches, the attention implementation."""
         return values_of(self._flags)
@@ -159,6 +165,15 @@ def flag_places(model: Any) -> Iterator[tuple[dict[str, Any], str]]:
         for name, value in vars(owner).items():
             if type(value) in SCALARS and name != CAPTURES and (name != "training" or getattr(owner, "p", 0)):
                 yield vars(owner), name
+
+
+def switch_places(adapters: Iterable[Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """(attributes, name) of what decides which of a model's adapters count, and how."""
+    for adapter in adapters:
+        yield from ((vars(adapter), name) for name in SWITCHES if name in vars(adapter))
+        dropouts = adapter._modules.get("lora_dropout")
+        if dropouts is not None:
+            yield from ((vars(one), "training") for one in dropouts.modules() if isinstance(one, DROPOUTS))
 
 
 def random_in_training(model: Any) -> str | None:

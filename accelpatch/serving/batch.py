@@ -16,10 +16,11 @@ from accelpatch.serving.draws import WARPERS, Draw, processors, top_k_of
 from accelpatch.serving.stops import Watch
 from accelpatch.serving.ticket import Ticket
 
-PAGE, CALL_TOKENS = 32, 256  # tokens of a page; of a call on a CPU, prompts in parts
+PAGE = 16  # tokens of a page on a CPU; whole pages of a prompt's begin are shared, such as those of a system prompt
+CALL_TOKENS = 256  # of a call on a CPU, prompts in parts
 LEAST_TOKENS = 8192  # that the pages hold, for all requests together
 MEMORY = 0.5  # of a GPU's free memory, for the pages
-LOOK = 0.05  # seconds after which a waiting request looks whether its client is still there
+LOOK = 0.2  # seconds after which a waiting request looks whether its client is still there
 
 
 class BatchFailed(RuntimeError):

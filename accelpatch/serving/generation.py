@@ -46,38 +46,47 @@ class OneModel(ModelManager):
 
 
 class Watched:
-    """A streamer for generate() that ends it when nobody waits for the answer, and counts. inner: the handler's own."""
+    """A streamer for generate() that ends it when nobody waits for the answer, and counts. inner: the handler's own.
 
-    def __init__(self, ticket: Ticket, inner: Any):
+    stop: of the answer's stop texts, or None. config: the generation config by which the handler says why the answer
+    ended: "length" for one of max_new_tokens, also where the last of them is an end token or completes a stop text.
+    """
+
+    def __init__(self, ticket: Ticket, inner: Any, stop: Watch | None, config: Any):
         self._ticket, self._inner, self._prompt = ticket, inner, True
+        self._stop, self._config, self._last = stop, config, -1
         Pieces.of_streamer(inner)
 
     def put(self, value: torch.Tensor) -> None:
         self._ticket.check()
         if not self._prompt:  # the first call has the prompt
             self._ticket.token(value.numel())
+            self._last = int(value.flatten()[-1])
         self._prompt = False
         if self._inner is not None:
             self._inner.put(value)
 
     def end(self) -> None:
+        if self._last in _ids(self._config.eos_token_id) or (self._stop is not None and self._stop.ended):
+            self._config.max_new_tokens = None  # nothing was cut off
         if self._inner is not None:
             self._inner.end()
 
 
 class Generating:
     """What transformers' GenerateManager sees as the model: its generate(), for one request. batch: that answers it, or
-    None. stops: the texts that end the answer."""
+    None. stops: the texts that end the answer. config: the handler's generation config."""
 
-    def __init__(self, model: Any, ticket: Ticket, batch: Batch | None, stops: Sequence[str]):
-        self._model, self._ticket, self._batch, self.stops = model, ticket, batch, stops
+    def __init__(self, model: Any, ticket: Ticket, batch: Batch | None, stops: Sequence[str], config: Any):
+        self._model, self._ticket, self._batch, self.stops, self._config = model, ticket, batch, stops, config
 
     def generate(self, *, streamer: Any = None, **given: Any) -> torch.Tensor:
         """Ids [1, L + new]. Raises HungUp, TimeOver and FailedGeneration."""
         ticket = self._ticket
         ticket.check()
-        ticket.started, watched = time.monotonic(), Watched(ticket, streamer)
+        ticket.started = time.monotonic()
         stop = Watch(given["tokenizer"], self.stops) if self.stops else None
+        watched = Watched(ticket, streamer, stop, self._config)
         try:
             if self._batch is not None:
                 return self._batch.generate(given["input_ids"], given["generation_config"], ticket, watched, stop)
@@ -133,7 +142,7 @@ class Queue(GenerateManager):
             inputs.get("attention_mask", torch.ones(1)).all()
         )
         ticket.batched = whole and self._batch.takes(config)
-        return Generating(model, ticket, self._batch if ticket.batched else None, taken_from(config))
+        return Generating(model, ticket, self._batch if ticket.batched else None, taken_from(config), config)
 
     def _new_tokens(self, prompt: int, asked: int | None) -> int:
         limits, context = self._limits, self._context
@@ -152,6 +161,13 @@ class Queue(GenerateManager):
             )
         room = limits.new_tokens if context is None else min(limits.new_tokens, context - prompt)
         return room if asked is None else asked
+
+
+def _ids(tokens: Any) -> list[int]:
+    """The end tokens of a generation config as a list."""
+    if isinstance(tokens, torch.Tensor):
+        tokens = tokens.tolist()
+    return [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
 
 
 def _complete(config: Any, asked: Any, new_tokens: int) -> None:

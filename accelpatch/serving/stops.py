@@ -90,6 +90,11 @@ class Watch(StoppingCriteria):
     def __init__(self, tokenizer: Any, stops: Sequence[str]):
         self._cut, self._tokenizer, self._pieces = Cut(stops), tokenizer._tokenizer, Pieces()
 
+    @property
+    def ended(self) -> bool:
+        """Whether a stop text was seen."""
+        return self._cut.ended
+
     def over(self, token: int) -> bool:
         """Whether the answer ends with this token."""
         piece = self._pieces.step(self._tokenizer, token)

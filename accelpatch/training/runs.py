@@ -98,10 +98,10 @@ class Training:
     """The part of a run that has a model. state: accelerate's, of the processes that train together."""
 
     def __init__(self, run: Run, loaded: Any, made: Examples, say: Say, progress: Progress, state: Any):
-        from accelpatch.training.watch import Watch
+        from accelpatch.training.run_log import RunLog
 
         self.run, self.loaded, self.examples, self.say, self.progress = run, loaded, made, say, progress
-        self.state, self.watch = state, Watch(run.folder, say, state.is_main_process)
+        self.state, self.log = state, RunLog(run.folder, say, state.is_main_process)
         self.trainer: Any = None
 
     def carry_out(self, last: Path | None) -> dict[str, Any]:
@@ -112,11 +112,11 @@ class Training:
         known = next((one["exact_before"] for one in folder.log() if "exact_before" in one), None)
         before = self._exact("before") if known is None else known
         if before is not None and known is None:
-            self.watch.write({"step": 0, "exact_before": before})
+            self.log.write({"step": 0, "exact_before": before})
         begun = time.perf_counter()
         with _disk(folder):
             self.trainer = trainer.make(
-                self.loaded.model, self.loaded.tokenizer, settings, self.examples, folder.checkpoints, self.watch
+                self.loaded.model, self.loaded.tokenizer, settings, self.examples, folder.checkpoints, self.log
             )
             self._train(last)
         result = self._result(before, self._exact("after"), time.perf_counter() - begun, last)
@@ -134,7 +134,7 @@ class Training:
                 if self.examples.held_out and not self._evaluated():
                     self.trainer.evaluate()
         finally:
-            self.watch.close()
+            self.log.close()
 
     def _at_the_end(self, last: Path) -> bool:
         """Whether a checkpoint is that of the last step, after which a trainer does one more; it is then loaded."""
@@ -175,7 +175,7 @@ class Training:
             "loss": sum(tail) / len(tail) if tail else None,  # the mean of the last ten
             "eval_loss": evaluated[-1]["eval_loss"] if evaluated else None,
             "exact_before": before, "exact_after": after, "seconds": seconds,
-            "tokens_per_second": self.watch.tokens / self.watch.seconds if self.watch.seconds else None,
+            "tokens_per_second": self.log.tokens / self.log.seconds if self.log.seconds else None,
             "peak_memory": max((one["memory"] for one in trained), default=0),
             "resumed_from": None if last is None else int(last.name.rpartition("-")[2]),
             "chat_template": self.examples.chat,

@@ -14,8 +14,8 @@ from accelpatch.training.configuration import Configuration
 from accelpatch.training.examples import Examples
 
 
-def make(model: Any, tokenizer: Any, settings: Configuration, examples: Examples, folder: Path, watch: Any) -> Any:
-    """The trainer. folder: where checkpoints go; watch: a callback. `model` gets its adapter here."""
+def make(model: Any, tokenizer: Any, settings: Configuration, examples: Examples, folder: Path, log: Any) -> Any:
+    """The trainer. folder: where checkpoints go; log: a callback. `model` gets its adapter here."""
     import trl
     from transformers.trainer_callback import PrinterCallback
 
@@ -27,7 +27,7 @@ def make(model: Any, tokenizer: Any, settings: Configuration, examples: Examples
         options |= _of_sft(settings)
     with quiet_datasets() as data, quiet_names():
         made = trainer(
-            model, args=config(str(folder), **options), processing_class=tokenizer, callbacks=[watch],
+            model, args=config(str(folder), **options), processing_class=tokenizer, callbacks=[log],
             train_dataset=data.from_list(examples.train),
             eval_dataset=data.from_list(examples.held_out) if examples.held_out else None,
             peft_config=None if settings["method"] == "full" else _lora(settings),

@@ -1,4 +1,4 @@
-"""Topics that compare recipes through generate(): SmoothQuant's, fp8's, OPT's, long prompts, and every fused family.
+"""Topics that compare recipes through generate(): prompts and decoding, OPT's, long prompts, and every fused family.
 
 A topic makes its engines and gives them to the table of rates.py.
 """
@@ -6,21 +6,15 @@ A topic makes its engines and gives them to the table of rates.py.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from accelpatch.bench import plot
-from accelpatch.bench.generate import generate
 from accelpatch.bench.read_limit import read_limit
-from accelpatch.kernels import choice, dispatch
 from accelpatch.models.family import FAMILIES
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from scripts.benchmarks import products
 from scripts.benchmarks.engines import SHAPES, STOCK, Engine, patched, plain, random_model, shaped, stock, turns
 from scripts.benchmarks.harness import PLOT, TINY, Case, Option, Topic, bars, cases, common
 from scripts.benchmarks.rates import Rates
@@ -30,58 +24,13 @@ AGAIN = f"{STOCK} again"
 Found = dict[str, Any]
 
 
-def smoothquant(asked: argparse.Namespace) -> Found:
-    """Engines in turn, then the products of a layer on a GPU."""
+def recipes(asked: argparse.Namespace) -> Found:
+    """The unpatched model, and one patched by each recipe, in turn."""
     base = random_model(asked, endless=False)
-    printed = Rates(f"{asked.model}, {turns(asked.repeats, 2)}", [STOCK])
+    printed = Rates(f"{asked.model}, {turns(asked.repeats, 2)}", [STOCK, asked.recipes[0]])
     engines = [stock(base), *(patched(base, recipe) for recipe in asked.recipes)]
     printed.in_turn(engines, asked.cases, asked.repeats, 2)
-    rows = products.int8(torch.device(asked.device), asked.cases[0].prompt) if asked.device != "cpu" else []
-    return {"rows": printed.rows, "products": rows}
-
-
-#: order of implementations -> those of gemm_fp8 and gated_fp8, as in choice.TABLE
-ORDERS: dict[str, dict[str, tuple[str, ...]]] = {
-    "as in the table": {},
-    "Triton": {"gemm_fp8": ("triton", "scaled_mm", "torch"), "gated_fp8": ("triton", "operations")},
-}
-
-
-def under(order: dict[str, tuple[str, ...]]) -> Callable[[Any, Tensor, int], Tensor]:
-    """generate() under an order of implementations, with choices of its own."""
-    rows = choice.TABLE | {op: (choice.Row(names),) for op, names in order.items()}  # type: ignore[operator]
-    selected: dict[Any, Any] = {}
-
-    @contextmanager
-    def ordered() -> Iterator[None]:
-        before = choice.TABLE, dispatch._selected
-        choice.TABLE, dispatch._selected = rows, selected  # type: ignore[misc]
-        try:
-            yield
-        finally:
-            choice.TABLE, dispatch._selected = before  # type: ignore[misc]
-
-    def call(model: Any, ids: Tensor, new: int) -> Tensor:
-        with ordered():
-            return generate(model, ids, new)
-
-    return call
-
-
-def fp8(asked: argparse.Namespace) -> Found:
-    """Check, then the parts that were asked for; of the engines the first recipe is what others are compared with."""
-    device, prompt, found = torch.device(asked.device), asked.cases[0].prompt, Found()
-    products.check_fp8(device, prompt)
-    if device.type == "cuda" and asked.only != "models":
-        found["products"] = products.fp8(device, prompt)
-    if asked.only == "products":
-        return found
-    base = random_model(asked, endless=False)
-    engines = [patched(base, recipe) for recipe in asked.recipes]
-    engines += [patched(base, "fp8", f"fp8, {name}", how=under(order)) for name, order in ORDERS.items()]
-    printed = Rates(f"{asked.model}, {turns(asked.repeats, 3)}", asked.recipes[:1])
-    printed.in_turn(engines, asked.cases, asked.repeats, 3)
-    return found | {"rows": printed.rows}
+    return {"rows": printed.rows}
 
 
 def prompt(asked: argparse.Namespace) -> Found:
@@ -172,25 +121,15 @@ def families(asked: argparse.Namespace) -> Found:
 
 
 TOPICS = {
-    "smoothquant": Topic(
-        "SmoothQuant's recipes beside the unpatched model and other recipes: prompts, decoding, memory.\n\n"
+    "recipes": Topic(
+        "The unpatched model beside recipes: prompts, decoding, memory.\n\n"
         "The model has random weights and is patched as users patch it, verified, calibrated on its own text. Every\n"
-        "engine runs once a turn. On a GPU the products of one layer's shapes are timed too, for as many rows as the\n"
-        "first case's prompt: ours with its scales, torch._int_mm, bf16, and a plain Triton product in int32.",
+        "engine runs once a turn. Ratios are to the unpatched model and to the first recipe. The linear layers by\n"
+        "themselves, by every implementation, are the topic `rows`.",
         (*common(model="llama2-7b", device="cuda", dtype="bfloat16", repeats=5,
-                 recipes=["exact", "int8", "smoothquant", "smoothquant-static"]), cases(PROMPT_AND_BATCHES), TINY),
-        smoothquant,
-    ),
-    "fp8": Topic(
-        "Recipe fp8 beside exact, int8 and smoothquant; and each implementation of its products.\n\n"
-        "First every implementation is held to the float rule, on sizes of a 7B layer, with outliers in the rows; a\n"
-        "failure ends the run. Then products of one layer's shapes are timed, for as many rows as the first case's\n"
-        "prompt, their errors in units of the rule's bound. Then whole models; fp8 once for each order of\n"
-        "implementations. On a CPU there are no products to time.",
-        (*common(model="llama2-7b", device="cuda", dtype="bfloat16", repeats=5,
-                 recipes=["exact", "int8", "smoothquant"]), cases(PROMPT_AND_BATCHES),
-         Option("only", None, "A part alone; the checks come first in any.", ["products", "models"]), TINY),
-        fp8,
+                 recipes=["exact", "int8", "smoothquant", "smoothquant-static", "fp8"]), cases(PROMPT_AND_BATCHES),
+         TINY),
+        recipes,
     ),
     "prompt": Topic(
         "Time to the first token of long prompts, and the memory that they take: stock transformers beside recipes.\n\n"

@@ -1,13 +1,14 @@
 """A server under the load of many users: `accelpatch serve` beside transformers' own server of the original.
 
     python scripts/bench.py serve [--model NAME_OR_FOLDER] [--cases int8 stock ...] [--users 64] [--requests 1000]
-        [--words 16-64] [--new 16-64] [--checked 40] [--alone 5] [--device cpu]
+        [--stock-requests 1000] [--rounds 4] [--words 16-64] [--new 16-64] [--checked 40] [--alone 5] [--device cpu]
 
 Cases: a recipe is `accelpatch serve --recipe`; `stock` is `transformers serve`, which answers one request after
-another, and `stock-batching` the same with `--continuous-batching`. One server after another runs in a process of its
-own, and each gets the same requests, in chat form, as `accelpatch bench serve` sends them. The memory is that of the
-server's process after a quarter of the requests and at the end. CPU time is the figure to read where others use the
-machine.
+another, and `stock-batching` the same with `--continuous-batching`. All servers are started, each in a process of its
+own, and one at a time gets requests: a part of them in each round, so that what others do on the machine meets all of
+them. Requests are in chat form, as `accelpatch bench serve` sends them. `--stock-requests` gives transformers' slower
+servers the first ones alone. The memory is that of the server's process after a quarter of the requests and at the
+end. CPU time is the figure to read where others use the machine.
 
 Of a recipe's answers `--checked` ones are compared with generate() of the model patched here: `equal` to it, or equal
 up to a near tie (two logits within 0.001 of each other), or `others`, which must be none. `--alone` requests are then
@@ -26,8 +27,8 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,7 +47,10 @@ OPTIONS = (
     Option("cases", CASES, "Recipes, and `stock` and `stock-batching` for transformers' own server."),
     Option("model", "smollm2-135m", "A model's name or folder."),
     Option("users", 64, "Users, each of which sends its next request when the last one is answered."),
-    Option("requests", 1000, "Requests in all."), Option("words", "16-64", "Fewest and most words of a prompt."),
+    Option("requests", 1000, "Requests in all."),
+    Option("stock-requests", 0, "Requests of each of transformers' servers, 0 for as many."),
+    Option("rounds", 4, "Rounds in which all servers get a part of them."),
+    Option("words", "16-64", "Fewest and most words of a prompt."),
     Option("new", "16-64", "Fewest and most tokens to ask for."),
     Option("checked", 40, "Answers of a recipe's server to compare with generate()."),
     Option("alone", 5, "Requests that are sent one at a time."),
@@ -92,7 +96,7 @@ def serving(case: str, folder: str, device: torch.device) -> Iterator[Server]:
     if case == "stock-batching":
         theirs.append("--continuous-batching")
         if device.type == "cpu":  # where it would take most of the memory: as many pages as ours
-            theirs += ["--cb-block-size", "32", "--cb-num-blocks", "512"]
+            theirs += ["--cb-block-size", "16", "--cb-num-blocks", "1024"]
     words = theirs if case.startswith("stock") else ours
     command = [sys.executable, "-m", *words, "--device", str(device), "--dtype", dtype]
     with tempfile.TemporaryFile() as said, subprocess.Popen(command, stdout=said, stderr=said) as process:
@@ -118,26 +122,40 @@ def until_it_answers(server: Server, process: subprocess.Popen[bytes], said: Any
     server.ask(Asked("Hello", 4))
 
 
-def measured(server: Server, asked: argparse.Namespace, requests: list[Asked]) -> tuple[dict[str, Any], list[Answer]]:
-    """A row of the table, and the answers."""
-    memory = []
+@dataclass
+class Measured:
+    """What came of a server's requests. seconds, cpu: from the first request of a round to its last answer, all rounds
+    together. memory: in MB, after each request."""
 
-    def seen(_: str, done: int, total: int) -> None:
-        if done in (total // 4, total):
-            memory.append(server.memory())
+    server: Server
+    requests: list[Asked]
+    seconds: float = 0.0
+    cpu: float = 0.0
+    answers: list[Answer] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
 
-    before = server.cpu_seconds()
-    answers = run_load(Load(server.url, server.name, asked.users), requests, 0, seen)
-    cpu = server.cpu_seconds() - before
-    seconds = max(one.ended for one in answers)
-    good = [one for one in answers if one.failure is None]
-    tokens = sum(one.tokens for one in good)
-    return {
-        "answered": len(good), "failed": len(answers) - len(good),
-        "tokens": tokens, "tok/s": tokens / seconds, "tok/s of CPU time": tokens / cpu,
-        "to the first token, ms": 1000 * median(one.first for one in good if one.first is not None),
-        "MB after a quarter": memory[0], "MB at the end": memory[-1],
-    }, answers  # fmt: skip
+    def round(self, users: int, number: int, of: int) -> None:
+        """Send the requests of a round."""
+        bounds = [len(self.requests) * one // of for one in (number, number + 1)]
+        before = self.server.cpu_seconds()
+        answers = run_load(
+            Load(self.server.url, self.server.name, users), self.requests[slice(*bounds)], 0,
+            lambda *_: self.memory.append(self.server.memory()),
+        )  # fmt: skip
+        self.cpu += self.server.cpu_seconds() - before
+        self.seconds += max(one.ended for one in answers)
+        self.answers += answers
+
+    def row(self) -> dict[str, Any]:
+        """Of the table."""
+        good = [one for one in self.answers if one.failure is None]
+        tokens = sum(one.tokens for one in good)
+        return {
+            "answered": len(good), "failed": len(self.answers) - len(good),
+            "tokens": tokens, "tok/s": tokens / self.seconds, "tok/s of CPU time": tokens / self.cpu,
+            "to the first token, ms": 1000 * median(one.first for one in good if one.first is not None),
+            "MB after a quarter": self.memory[len(self.memory) // 4], "MB at the end": self.memory[-1],
+        }  # fmt: skip
 
 
 class Alone:
@@ -191,23 +209,28 @@ def overhead(server: Server, alone: Alone, requests: list[Asked]) -> dict[str, A
 
 
 def run(asked: argparse.Namespace) -> dict[str, Any]:
-    """All cases, one after another."""
+    """All cases, in rounds."""
     device, rows = device_of(asked), []
     words, new = (tuple(map(int, text.split("-"))) for text in (asked.words, asked.new))
     requests = [
         replace(one, prompt=f"{at}: {one.prompt}") for at, one in enumerate(drawn(asked.requests, words, new, 0))
     ]
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as made, ExitStack() as alive:
         folder = asked.model if Path(asked.model).is_dir() else saved(asked.model, made)
+        found = {}
         for case in asked.cases:
-            with serving(case, folder, device) as server:
-                row, answers = measured(server, asked, requests)
-                table([{"server": case} | row])
-                if not case.startswith("stock"):
-                    row |= checked(
-                        server, Alone(folder, case, device), asked, list(zip(requests, answers, strict=True))
-                    )
-            rows.append({"server": case} | row)
+            some = requests[: asked.stock_requests or None] if case.startswith("stock") else requests
+            found[case] = Measured(alive.enter_context(serving(case, folder, device)), some)
+        for number in range(asked.rounds):
+            for one in found.values():
+                one.round(asked.users, number, asked.rounds)
+            table([{"round": number + 1, "server": case} | one.row() for case, one in found.items()])
+        for case, one in found.items():
+            row = {"server": case} | one.row()
+            if not case.startswith("stock"):
+                pairs = list(zip(requests, one.answers, strict=True))
+                row |= checked(one.server, Alone(folder, case, device), asked, pairs)
+            rows.append(row)
     for row in rows:
         row[f"times {asked.cases[-1]}"] = row["tok/s"] / rows[-1]["tok/s"]
         row[f"times {asked.cases[-1]} by CPU time"] = row["tok/s of CPU time"] / rows[-1]["tok/s of CPU time"]

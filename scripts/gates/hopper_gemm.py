@@ -18,7 +18,7 @@ def kernels_of_hopper_gemm() -> dict[str, tuple[Any, ...]]:
         for tile in hopper_gemm.TILES[bits]:
             one, table = f"*{dtype}", TABLES[bits]
             x = f"tensordesc<{dtype}[{tile.tokens},128]>" if tile.tma else one
-            types = (x, "*fp32", "*i16", table, table, one, one, "*fp32")
+            types = (x, one, "*fp32", "*i16", table, table, one, one, "*fp32")
             form = {"BITS": bits, "KIND": kind, "PART": part, "SCALES": bits == 4, "TMA": tile.tma}
             sizes = {"TOKENS": tile.tokens, "ROWS": tile.rows, "PAIR": tile.pair}
             name = f"int{bits} by wgmma, {tile.tokens} tokens, kind {kind}, part {part}, {dtype}"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import accelpatch
 from accelpatch.device import KNOWN
-from accelpatch.fusion import static_call
+from accelpatch.fusion import fused_layer
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.hip import binding
@@ -72,7 +72,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     monkeypatch.setattr(binding, "stream_of", lambda x: None)
     monkeypatch.setattr(attention, "_launch", attend)
     monkeypatch.setattr(FusedLinear, "_by_operations", call)
-    monkeypatch.setattr(static_call, "decode_attention_", attention.decode_attention_)
+    monkeypatch.setattr(fused_layer, "decode_attention_", attention.decode_attention_)
     monkeypatch.setitem(capture.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
     return names

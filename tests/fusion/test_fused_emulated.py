@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import accelpatch
-from accelpatch.fusion import read_layers, static_call
+from accelpatch.fusion import fused_layer, read_layers
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.hip import binding
@@ -75,7 +75,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
     monkeypatch.setattr(hip_experts, "_entry", lambda name, *_: hip_experts.declared(library, name))
     monkeypatch.setattr(binding, "stream_of", lambda x: None)
     monkeypatch.setattr(FusedLinear, "_by_operations", call)
-    monkeypatch.setattr(static_call, "decode_attention_", attention.decode_attention_)
+    monkeypatch.setattr(fused_layer, "decode_attention_", attention.decode_attention_)
     monkeypatch.setitem(capture.GRAPHS, "cpu", EagerGraph)  # type: ignore[arg-type]
     monkeypatch.setattr(native_library, "why_not", lambda device: "not in this test")
     return names

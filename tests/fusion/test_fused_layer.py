@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import accelpatch
 from accelpatch.errors import KernelError
-from accelpatch.fusion import static_call
+from accelpatch.fusion import fused_layer
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.fused_model import FUSED
 from accelpatch.fusion.layer_description import LayerDescription
@@ -258,7 +258,7 @@ def test_a_kernel_that_cannot_be_launched_leaves_the_modules(monkeypatch: pytest
     def refused(*given: Any) -> Tensor:
         raise KernelError("no room")
 
-    monkeypatch.setattr(static_call, "decode_attention_", refused)
+    monkeypatch.setattr(fused_layer, "decode_attention_", refused)
     model = patched()
     assert_tokens_of_the_stock_loop(model, padded_batch())
     assert paths(model) == {CAPTURED: 11, MODULES + "KernelError: no room": 11}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import accelpatch
-from accelpatch.fusion import static_call
+from accelpatch.fusion import fused_layer
 from accelpatch.fusion.fused_layer import FusedLayer
 from accelpatch.fusion.signals import consumed_by_attention, consumed_by_down, with_signals
 from accelpatch.kernels.attention_shape import AttentionShape
@@ -131,7 +131,7 @@ def test_a_step_that_breaks_off_leaves_no_signal(monkeypatch: pytest.MonkeyPatch
         layers[1].gate_up.producer.number[0] += 4096
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(static_call, "decode_attention_", broken)
+    monkeypatch.setattr(fused_layer, "decode_attention_", broken)
     with pytest.raises(KeyboardInterrupt):
         model.generate(torch.ones(2, 3, dtype=torch.int64), max_new_tokens=2)  # another step, whose warm-up breaks off
     assert not any(int(one.producer.number.abs().sum()) for layer in layers for one in (layer.qkv, layer.gate_up))

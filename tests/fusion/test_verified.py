@@ -14,7 +14,7 @@ from torch import Tensor
 import accelpatch
 from accelpatch.device import probe
 from accelpatch.errors import PatchError, VerifyError
-from accelpatch.fusion import native_model, read_layers, static_call
+from accelpatch.fusion import fused_layer, native_model, read_layers
 from accelpatch.fusion.attention_description import AttentionDescription
 from accelpatch.kernels.compiling import libraries
 from accelpatch.kernels.cpu import native_library
@@ -62,7 +62,7 @@ def assert_one_layer_is_out(model: Any) -> None:
 
 def wrong_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel of a cached step is wrong in one layer, by a tenth; prompts and modules are right."""
-    stock = static_call.decode_attention_
+    stock = fused_layer.decode_attention_
     seen: list[int] = []
 
     def wrong(qkv: Tensor, positions: Tensor, slot: Tensor, mask: Tensor, keys: Tensor, *rest: Any) -> Tensor:
@@ -71,7 +71,7 @@ def wrong_step(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.append(id(rest[1]))
         return y * 1.1 if seen.index(id(rest[1])) == BAD else y
 
-    monkeypatch.setattr(static_call, "decode_attention_", wrong)
+    monkeypatch.setattr(fused_layer, "decode_attention_", wrong)
 
 
 def test_a_cached_step_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
-"""The program that times spread models runs on a CPU, with the maps that need no GPU."""
+"""The programs that time models on several devices run on a CPU: maps that need no GPU, and ranks by gloo."""
 
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -31,6 +32,34 @@ def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     printed = capsys.readouterr().out
     assert "auto: it needs two GPUs" in printed
     assert "| disk | int4 |" in printed
+
+
+def test_a_tiny_run_of_two_ranks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are printed by rank 0 as they come; one GPU's are of the same job."""
+    out, traces = tmp_path / "found.json", tmp_path / "traces"
+    words = ["tensor_parallel", "--tiny", "--repeats", "1", "--new", "4", "--batches", "1", "2", "--json", str(out)]
+    words += ["--cases", "peer", "all_reduce", "tiny-exact", "--timeline", str(traces)]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    printed = capfd.readouterr().out
+    assert ended.value.code == 0, printed
+    found = json.loads(out.read_text())
+    assert [(row["batch"], row["ranks"], row["way"]) for row in found["rows"]] == [
+        (1, 1, ""), (2, 1, ""), (1, 2, "nccl"), (2, 2, "nccl"),
+    ]  # fmt: skip
+    for row in found["rows"]:
+        assert row["tok/s"] > 0
+        assert row["logits apart"] < 1e-5
+        assert row["tokens"] == ("" if row["ranks"] == 1 else "the same on all ranks")
+    assert all(row["nccl, us"] > 0 and row["one_shot, us"] is None for row in found["all_reduce"])
+    assert "| peer memory | there is none between CPUs |" in printed
+    assert "tiny-exact, one_shot: ACCELPATCH_ALL_REDUCE=one_shot needs GPUs" in printed
+    assert re.search(r"^\| c10d::allreduce_ \| 5 \| ", printed, re.MULTILINE)  # two a layer, and the embedding's
+    assert sorted(path.name for path in traces.iterdir()) == ["tiny-exact-nccl.json.gz", "tiny-exact-one.json.gz"]
 
 
 @pytest.mark.parametrize("kind", ["auto", "balanced", "balanced_low_0", "sequential", "hand"])

@@ -16,7 +16,7 @@ from tests.support.tiny import CAUSAL
 
 JOBS = (
     ("families", 2), ("recipes", 2), ("fused", 2), ("four", 4), ("sampled", 2), ("refused", 2), ("too_many", 4),
-    ("peer_memory", 2),
+    ("peer_memory", 2), ("no_peers", 2), ("no_room", 2), ("adapters", 2), ("reading", 2),
     ("killed", 2), ("raising", 2), ("failing", 2),
 )  # fmt: skip
 SLACK = 2e-6  # of logits in float32, relative to the largest: another order of additions in two layers
@@ -131,6 +131,47 @@ def test_an_all_reduce_that_cannot_run_is_refused(ended: dict[str, ranks.Ended])
     for first, second in ended["peer_memory"].results:
         assert "ACCELPATCH_ALL_REDUCE=one_shot needs GPUs, and this job computes on the CPU" in first
         assert "ACCELPATCH_ALL_REDUCE is 'fast'; it is nccl or one_shot" in second
+
+
+def test_without_peer_access_on_one_rank_all_refuse_and_add_up_as_before(ended: dict[str, ranks.Ended]) -> None:
+    assert ended["no_peers"].statuses == [0, 0], ended["no_peers"].errors
+    for rank, (access, wrong, none, total) in enumerate(ended["no_peers"].results):
+        where = "" if rank else "on rank 1, "
+        assert f"one_shot cannot run here ({where}no access between these devices): unset it, and NCCL" in access
+        assert "a sum through peer memory was wrong" in wrong
+        assert none
+        assert total == [3.0] * 3
+
+
+def test_a_gpu_with_less_memory_or_in_use(ended: dict[str, ranks.Ended]) -> None:
+    assert ended["no_room"].statuses == [0, 0], ended["no_room"].errors
+    first, second = ended["no_room"].results
+    due = "meta has 2.0 kB free of 85.9 GB, and its part of the model takes "
+    assert f"cannot be split among 2 ranks: on rank 1, {due}" in first[0]
+    assert f"cannot be split among 2 ranks: {due}" in second[0]
+    assert first[1]
+    assert second[1]
+    assert first[2] == second[2]
+
+
+def test_adapters_are_refused_and_an_assistant_drafts(ended: dict[str, ranks.Ended]) -> None:
+    assert ended["adapters"].statuses == [0, 0], ended["adapters"].errors
+    for one in ended["adapters"].results:
+        assert "adapters: merge them before" in one["before"]
+        assert "adapters on a model that is split among ranks would compute with parts of theirs" in one["after"]
+        assert one["assisted"] == one["due"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="it reads /proc/self/smaps")
+def test_a_rank_reads_its_part_of_a_checkpoint(ended: dict[str, ranks.Ended]) -> None:
+    """Of o and down, whose rows are cut, pages are read whole; nothing is read before the split."""
+    assert ended["reading"].statuses == [0, 0], ended["reading"].errors
+    for one in ended["reading"].results:
+        assert one["size"] > 60 << 20
+        assert one["loaded"] < 0.1 * one["size"]
+        assert one["read"] < 0.85 * one["size"]
+        assert one["own"] < 0.8 * one["size"]
+    assert ended["reading"].results[0]["tokens"] == ended["reading"].results[1]["tokens"]
 
 
 def test_a_world_that_no_dimension_allows(ended: dict[str, ranks.Ended]) -> None:

@@ -44,6 +44,7 @@ def test_a_plan_names_what_it_launches(arch: str, recipe: str, needed: tuple[str
     "name, options, needed",
     [
         ("int4_weight_only", {"group_size": 32}, ("gemv_int4_32_bf16_minimum",)),
+        ("int3_weight_only", {"group_size": 64, "symmetric": True}, ("gemv_int3_bf16_g64_none",)),
         ("int4_weight_only", {"group_size": 64, "symmetric": True}, ("gemv_int4_64_bf16_none",)),
         ("fp8_weight_only", {}, ("gemv_fp8_bf16_e4m3fn",)),
         ("compact", {}, ("gemv_compact",)),
@@ -52,7 +53,7 @@ def test_a_plan_names_what_it_launches(arch: str, recipe: str, needed: tuple[str
         ("mxfp4_weight_only", {}, ("gemv_int4_32_bf16_e2m1",)),
         ("int8_weight_only", {"group_size": 32}, ()),  # by Triton or torch
     ],
-    ids=["int4 g32", "int4 g64", "fp8", "compact", "gemv", "nf4", "mxfp4", "int8 g32"],
+    ids=["int4 g32", "int3 g64", "int4 g64", "fp8", "compact", "gemv", "nf4", "mxfp4", "int8 g32"],
 )
 def test_libraries_of_a_format(name: str, options: dict[str, Any], needed: tuple[str, ...]) -> None:
     layer = nn.Linear(256, 48, bias=False, device="meta", dtype=torch.bfloat16)

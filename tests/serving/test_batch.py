@@ -13,7 +13,9 @@ import torch
 from transformers import GenerationConfig
 
 import accelpatch
-from accelpatch.serving.batch import Batch
+from accelpatch.fusion.native_rows import logits_of_rows
+from accelpatch.runtime.continuous import step
+from accelpatch.serving.batch import PAGE, Batch
 from accelpatch.serving.ticket import HungUp, Ticket
 from tests.support.serving import NAME, Running, running
 from tests.support.tiny import CAUSAL
@@ -103,6 +105,22 @@ def test_sampled_requests_are_in_the_batch(server: Running) -> None:
     assert NEW <= steps < NEW * len(asked), "tokens of several requests come from one step"
     assert len(set(alone)) == 5, "all differ but the two likeliest ones"
     assert alone[4] == alone[5] == server.lone(PROMPTS[1], NEW)
+
+
+def test_what_prompts_begin_with_is_computed_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whole pages, while they hold it."""
+    system, rows = "You are helpful. " * 6, list[int]()
+
+    def counted(found: Any, ids: torch.Tensor, *more: Any) -> torch.Tensor:
+        rows.append(len(ids))
+        return logits_of_rows(found, ids, *more)
+
+    monkeypatch.setattr(step, "logits_of_rows", counted)
+    due = [server.lone(system + one, NEW) for one in ("One", "Two")]
+    assert [complete(server, system + one) for one in ("One", "Two")] == due
+    first, second = (count for count in rows if count > 1)
+    assert first == len(system) + 3
+    assert second == first - len(system) // PAGE * PAGE
 
 
 def test_a_request_without_a_seed_draws_another_one_each_time(server: Running) -> None:

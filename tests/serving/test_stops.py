@@ -70,6 +70,30 @@ def test_answers(server: Running, more: dict[str, Any]) -> None:
     assert whole.usage.completion_tokens == chunks[-1].usage.completion_tokens < 40
 
 
+@pytest.mark.parametrize("more", [{}, {"frequency_penalty": 0.1}], ids=["in the batch", "by generate()"])
+def test_a_stop_text_or_an_end_token_that_comes_last(
+    server: Running, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was cut off where the last token of max_tokens completes a stop text, or is an end token."""
+    asked: Any = {"model": NAME, "messages": MESSAGES, "temperature": 0} | more
+
+    def reasons(client: Any, **more: Any) -> list[str]:
+        whole = client.chat.completions.create(**asked, **more)
+        *_, last = client.chat.completions.create(stream=True, **asked, **more)
+        assert whole.usage.completion_tokens == last.usage.completion_tokens == more["max_tokens"]
+        return [whole.choices[0].finish_reason, last.choices[0].finish_reason]
+
+    with server.client() as client:
+        text = client.chat.completions.create(max_tokens=40, **asked).choices[0].message.content
+        stop = text[8:11]
+        length = client.chat.completions.create(stop=stop, max_tokens=40, **asked).usage.completion_tokens
+        assert reasons(client, stop=stop, max_tokens=length) == ["stop", "stop"]
+        assert reasons(client, max_tokens=length) == ["length", "length"]
+        end = server.tokenizer(text)["input_ids"][0]
+        monkeypatch.setattr(server.model.generation_config, "eos_token_id", [end])
+        assert reasons(client, max_tokens=1) == ["stop", "stop"]
+
+
 def test_bytes_that_are_no_text() -> None:
     """A token for each byte, in which a model may write anything: the stop text after it is seen."""
     vocabulary = {"<unk>": 0, "end": 1, "▁": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}

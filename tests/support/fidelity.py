@@ -49,7 +49,7 @@ class Divergence:
 
 
 def noised(model: nn.Module, seed: int) -> nn.Module:
-    """A copy of the embedded model moved off its grid: every linear and embedding weight plus uniform noise.
+    """A copy of the embedded model with noise added: every linear and embedding weight plus uniform noise.
 
     The noise of an element is uniform in [-step/2, step/2], step being the grid step of its block of 32 along K.
     """

@@ -14,63 +14,14 @@ from torch import Tensor
 from accelpatch.device import probe
 from accelpatch.kernels.codebooks import CODEBOOKS, E4M3, NVFP4, scale_dtype
 from accelpatch.kernels.compiling import libraries
-from accelpatch.kernels.compiling.gpu_libraries import CODES, DTYPES, FP8, FP8_BLOCKS, library_of
+from accelpatch.kernels.compiling.gpu_libraries import CODES, DTYPES, library_of
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts import compact_tiles, int4_tiles, tiling
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.quant import fp8, int4, int8
 from accelpatch.quant.formats import dequantize
-
-FP8_FORMS = (*FP8, FP8_BLOCKS)
-
-
-@dataclass(frozen=True)
-class Format:
-    """One way to hold a weight: the function that reads it, its format argument, group size, offsets."""
-
-    library: str
-    argument: int | None = None
-    group: int | None = None
-    offset: str = "none"
-    step: int = 32  # values of K a step
-
-    @property
-    def variant(self) -> str:
-        """The one of the function's libraries."""
-        if self.library == "gemv_int8":
-            return {0: "rows", 32: "g32"}.get(self.argument or 0, "g64")
-        if self.library in ("gemv_fp8", "gemv_w8a8_fp8"):
-            return FP8_FORMS[self.argument or 0]
-        return self.offset if self.library.startswith("gemv_int4") else ""
-
-
-FORMATS = {
-    "plain": Format("gemv"),
-    "int8": Format("gemv_int8", 0, step=64),
-    "int8_g32": Format("gemv_int8", 32, 32, step=64),
-    "int8_g64": Format("gemv_int8", 64, 64, step=64),
-    "int8_g128": Format("gemv_int8", 128, 128, step=64),
-    "int4_g128": Format("gemv_int4", 128, 128, step=128),
-    "int4_g64": Format("gemv_int4_64", 64, 64, step=128),
-    "int4_g32": Format("gemv_int4_32", 32, 32, step=128),
-    "int4_g128_zero": Format("gemv_int4", 128, 128, "zero_point", step=128),
-    "int4_g128_minimum": Format("gemv_int4", 128, 128, "minimum", step=128),
-    "int4_g64_minimum": Format("gemv_int4_64", 64, 64, "minimum", step=128),
-    "int4_g32_minimum": Format("gemv_int4_32", 32, 32, "minimum", step=128),
-    "nf4_g64": Format("gemv_int4_64", 64, 64, "nf4", step=128),
-    "nf4_g32": Format("gemv_int4_32", 32, 32, "nf4", step=128),
-    "fp4_g64": Format("gemv_int4_64", 64, 64, "fp4", step=128),
-    "e2m1_g32": Format("gemv_int4_32", 32, 32, "e2m1", step=128),
-    "nvfp4_g16": Format("gemv_int4_32", 32, 16, "nvfp4", step=128),
-    "int4_row": Format("gemv_int4", 1 << 20, 0, step=128),
-    "int4_row_zero": Format("gemv_int4", 1 << 20, 0, "zero_point", step=128),
-    "fp8": Format("gemv_fp8", 0, step=64),
-    "fp8_blocks": Format("gemv_fp8", 2, step=64),
-    "compact": Format("gemv_compact", step=64),
-}
-# They quantise their input too, so that the float rule is not for them: see w8a8_checks.py and w8a8_fp8_checks.py.
-W8A8, W8A8_FP8 = "w8a8", "w8a8_fp8"
-TIMED = {**FORMATS, W8A8: Format("gemv_w8a8", step=64), W8A8_FP8: Format("gemv_w8a8_fp8", 0, step=64)}
+from tests.support.gemv_formats import FORMATS as FORMATS
+from tests.support.gemv_formats import TIMED, W8A8, W8A8_FP8, Format
 
 
 @dataclass
@@ -125,12 +76,15 @@ def _affine(w: Tensor, form: Format, dtype: torch.dtype) -> tuple[Tensor, Tensor
         scale = (g.abs().amax(-1) / 127).clamp(min=1e-6).to(dtype)
         return (g / scale.float()[..., None]).round().clamp(-127, 127), scale, None
     if form.offset == "none":
-        scale = (g.abs().amax(-1) / 7).clamp(min=1e-6).to(dtype)
-        return (g / scale.float()[..., None]).round().clamp(-8, 7) + 8, scale, None
-    scale = ((high - low) / 15).clamp(min=1e-6).to(dtype)
-    offset = (-low / scale.float()).round().clamp(0, 15).to(dtype) if form.offset == "zero_point" else low.to(dtype)
+        middle = (form.most + 1) // 2
+        scale = (g.abs().amax(-1) / (middle - 1)).clamp(min=1e-6).to(dtype)
+        return (g / scale.float()[..., None]).round().clamp(-middle, middle - 1) + middle, scale, None
+    scale = ((high - low) / form.most).clamp(min=1e-6).to(dtype)
+    offset = (
+        (-low / scale.float()).round().clamp(0, form.most).to(dtype) if form.offset == "zero_point" else low.to(dtype)
+    )
     base = -offset.float() * scale.float() if form.offset == "zero_point" else offset.float()
-    return ((g - base[..., None]) / scale.float()[..., None]).round().clamp(0, 15), scale, offset
+    return ((g - base[..., None]) / scale.float()[..., None]).round().clamp(0, form.most), scale, offset
 
 
 def _dense(codes: Tensor, scale: Tensor, offset: Tensor | None, form: Format, k: int) -> Tensor:
@@ -141,7 +95,7 @@ def _dense(codes: Tensor, scale: Tensor, offset: Tensor | None, form: Format, k:
         s = s if offset is None else s * offset[..., None]
         return (torch.tensor(CODEBOOKS[form.offset], dtype=torch.float32).double()[codes.long()] * s).flatten(1)[:, :k]
     if offset is None:
-        return ((c - 8) * s).flatten(1)[:, :k]
+        return ((c - (form.most + 1) // 2) * s).flatten(1)[:, :k]
     o = offset.double()[..., None]
     return ((c - o) * s if form.offset == "zero_point" else c * s + o).flatten(1)[:, :k]
 
@@ -193,6 +147,8 @@ def _in_groups(w: Tensor, form: Format, dtype: torch.dtype, interleaved: bool, d
     steps = -(-k // form.step)
     if form.library == "gemv_int8":
         held = flat.to(torch.int8).contiguous()
+    elif form.library == "gemv_int3":
+        held = tiling.tile_int3(in_tiles(flat.to(torch.uint8), interleaved))
     else:
         held = tiling.tile_int4(in_tiles(int4.pack(torch.nn.functional.pad(flat, (0, k % 2))), interleaved))
     group = form.group or 0

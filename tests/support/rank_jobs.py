@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import shutil
 import sys
+import tempfile
 import time
 import warnings
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -16,8 +19,11 @@ from torch import Tensor, nn
 
 import accelpatch
 from accelpatch.kernels.cpu import native_library
+from accelpatch.parallel.group import joined
+from accelpatch.parallel.peer_memory import PeerMemory
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.graphs import capture
+from tests.support.own_memory import anonymous, mapped
 from tests.support.tiles import with_tiles
 from tests.support.tiny import CAUSAL, EXPERTS, padded_batch
 
@@ -153,6 +159,84 @@ def peer_memory(rank: int, world: int) -> Any:
     found = _error(CAUSAL["llama"].make(), "exact")
     os.environ["ACCELPATCH_ALL_REDUCE"] = "fast"
     return found, _error(CAUSAL["llama"].make(), "exact")
+
+
+def no_peers(rank: int, world: int) -> Any:
+    """Peer memory that one rank has not, and that adds up wrongly: all refuse, and go on as before."""
+    group, found = joined(), []
+    group.device = torch.device("cpu")
+    with pytest.MonkeyPatch.context() as patched:
+        for sums in (True, False):
+            made = _Peers("no access between these devices" if sums and rank else None, 0.0 if rank else 5.0)
+            patched.setattr("accelpatch.parallel.group.PeerMemory", lambda device, group, made=made: made)
+            found.append(_said(lambda: group.sum_by("one_shot")))
+    group.device = None
+    x = torch.full((3,), rank + 1.0)
+    return [*found, group.peers is None, group.all_reduce_(x).tolist()]
+
+
+class _Peers(PeerMemory):
+    """Without a GPU: `share` fails for `why`, and every sum is `gives`."""
+
+    def __init__(self, why: str | None, gives: float):
+        self._why, self._gives, self._bytes = why, gives, torch.empty(0)
+
+    def share(self) -> None:
+        if self._why is not None:
+            raise RuntimeError(self._why)
+
+    def summed(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, self._gives)
+
+
+def no_room(rank: int, world: int) -> Any:
+    """A rank whose GPU has less memory, or is in use: all refuse, and the model is whole again."""
+    group, model = joined(), CAUSAL["llama"].make()
+    group.device = torch.device("meta")  # on which nothing of the model lies
+    before = [(name, one.data_ptr()) for name, one in model.named_parameters()]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("accelpatch.parallel.room.free_of", lambda device: (2048 if rank else 1 << 30, 80 << 30))
+        said = _error(model, "exact")
+    group.device = None
+    whole = before == [(name, one.data_ptr()) for name, one in model.named_parameters()]
+    tp(model, "exact", verify=False)
+    return said, whole, greedy(model)
+
+
+def adapters(rank: int, world: int) -> Any:
+    """LoRA is refused before a split and after it; an assistant that is whole drafts for a split model."""
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    found = {"before": _error(peft.get_peft_model(CAUSAL["llama"].make(), config), "exact")}
+    model: Any = tp(CAUSAL["llama"].make(), "exact", verify=False)
+    found["due"] = str(greedy(model, rows=1))
+    assistant = CAUSAL["llama"].make()
+    found["assisted"] = str(greedy(model, rows=1, assistant_model=assistant))
+    found["after"] = _said(lambda: greedy(peft.get_peft_model(model, config), rows=1))
+    return found
+
+
+def reading(rank: int, world: int) -> Any:
+    """Bytes of a checkpoint's file that each rank has read, of its mapping; bytes in all; the tokens of both."""
+    group = joined()
+    folder = group.exchange(tempfile.mkdtemp() if rank == 0 else None)[0]
+    if rank == 0:
+        shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
+        CAUSAL["llama"].make(**cast(Any, shape), num_hidden_layers=1, head_dim=128).save_pretrained(folder)
+    group.exchange(None)
+    size = sum(one.stat().st_size for one in Path(folder).glob("*.safetensors"))
+    before = anonymous()
+    from accelpatch.models import load
+
+    model: Any = load.load(folder).model
+    loaded = mapped(folder)
+    tp(model, "exact", verify=False, keep_original="none")
+    found = {"size": size, "loaded": loaded, "read": mapped(folder), "own": anonymous() - before}
+    group.exchange(None)
+    if rank == 0:
+        shutil.rmtree(folder)
+    return found | {"tokens": greedy(model, rows=1)}
 
 
 def too_many(rank: int, world: int) -> Any:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.support.gemv_checks import kinds, run
-from tests.support.hip_gemv import FP8_FORMS, TIMED, W8A8_FP8, Library, Packed
+from tests.support.gemv_formats import FP8_FORMS
+from tests.support.hip_gemv import TIMED, W8A8_FP8, Library, Packed
 from tests.support.w8a8_checks import EVERY_SHAPE, RUNS, SHAPES
 
 STATIC = 0.004

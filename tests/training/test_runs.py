@@ -175,10 +175,10 @@ def test_overwrite_begins_anew_and_keeps_what_is_not_its_own(model: str, tmp_pat
 def test_what_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(
     where: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from accelpatch.training.watch import Watch
+    from accelpatch.training.run_log import RunLog
 
     at = {"loss": 2, "weight": 3}[where]  # a weight that turns NaN in step 3 is seen in the loss of step 4, or saved
-    stock = Watch.on_step_end
+    stock = RunLog.on_step_end
 
     def poisoned(self: Any, args: Any, state: Any, control: Any, model: Any = None, **given: Any) -> None:
         stock(self, args, state, control, model=model, **given)
@@ -186,7 +186,7 @@ def test_what_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(
             with torch.no_grad():
                 next(one for one in model.parameters() if one.requires_grad).fill_(float("nan"))
 
-    monkeypatch.setattr(Watch, "on_step_end", poisoned)
+    monkeypatch.setattr(RunLog, "on_step_end", poisoned)
     changes = {"checkpoint.every": 1} if where == "loss" else {"checkpoint.every": 2}
     with pytest.raises(TrainingError, match=r"is nan at step \d, so the run stopped") as error:
         finetune(tmp_path / "out", settings(model, **changes))

@@ -12,6 +12,7 @@ DTYPES = ("bf16", "fp16")  # of activations, numbered as in the C interface
 OFFSETS = {"none": 0, "zero_point": 1, "minimum": 2}  # numbered as in gemv.h
 GROUPS_OF_64 = {**OFFSETS, "nf4": 3, "fp4": 4}  # what groups of 32 and 64 may be besides
 CODES = {**GROUPS_OF_64, "e2m1": 5, "nvfp4": 6}
+INT3 = {f"g{128 // groups}_{name}": 10 * groups + one for groups in (1, 2, 4) for name, one in OFFSETS.items()}
 EXPERT_OFFSETS = {name: OFFSETS[name] for name in ("none", "minimum")}
 FP8 = {"e4m3fn": 0, "e4m3fnuz": 1}  # whether fnuz
 FP8_BLOCKS = "e4m3fn_blocks"  # with a scale for each row and 128 values of K
@@ -47,6 +48,7 @@ FUNCTIONS: Mapping[str, Function] = {
     "gemv_int4": Function(("gemv/gemv_int4.hip",), OFFSETS),
     "gemv_int4_32": Function(("gemv/gemv_int4_32.hip",), CODES),
     "gemv_int4_64": Function(("gemv/gemv_int4_64.hip",), GROUPS_OF_64),
+    "gemv_int3": Function(("gemv/gemv_int3.hip",), INT3),
     # with LoRA inside
     "gemv_low_rank": Function(("gemv/gemv_low_rank.hip",)),
     "gemv_int8_low_rank": Function(("gemv/gemv_int8_low_rank.hip",), {"rows": 0, "g32": 32, "g64": 64}),

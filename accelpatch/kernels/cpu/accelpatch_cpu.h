@@ -53,6 +53,11 @@ typedef struct {
     const float* bias;    /* [n] or NULL */
     const int32_t* order; /* [k] or NULL: column j of the weight multiplies x[order[j]]; NULL of AP_W8A8 */
     const float* table;   /* [16] of AP_TABLE */
+    /* LoRA beside it, which steps alone add: y += (x @ down.T) @ up.T. down: [rank, k], for x in its own order; up:
+     * [(n + 15) / 16, rank, 16], zeros for rows beyond n; both of the type `factors`. rank 0: none. */
+    int64_t rank;
+    int32_t factors, reserved; /* AP_FLOAT32 or AP_BFLOAT16 */
+    const void *down, *up;
 } ap_linear;
 
 /* Forms of weights that are read as a checkpoint stores them: the blocks of GGUF, and e4m3 with float32 scales. */

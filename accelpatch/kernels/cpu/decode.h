@@ -140,6 +140,9 @@ inline void join_attention(const Worker& t, const ap_layer& layer) {
 inline void gate_and_up(const Worker& t, const ap_layer& layer) {
     const Weight gate = weight_of(layer.gate), up = weight_of(layer.up);
     const int64_t width = layer.gate.n, hidden = t.model->hidden;
+    const ap_linear* both[] = {&layer.gate, &layer.up};
+    const LowRank low = low_rank_of(t);
+    low_rank_stage(t.pool, t.self, both, 2, t.own->input, hidden, t.batch, low);
     const Activations of_gate = ready(t, t.own->ready, t.own->input, hidden, hidden, gate.w);
     const Activations of_up =
         made_for(of_gate, up.w) ? of_gate : ready(t, t.own->beside, t.own->input, hidden, hidden, up.w);
@@ -148,6 +151,8 @@ inline void gate_and_up(const Worker& t, const ap_layer& layer) {
         float g[kMaxBatch][16], u[kMaxBatch][16];
         dot_block(gate, b, of_gate, 0, t.batch, g);
         dot_block(up, b, of_up, 0, t.batch, u);
+        add_low_rank(gate.w, b, low.sums, low.width, t.batch, g);
+        add_low_rank(up.w, b, low.sums + gate.w.rank, low.width, t.batch, u);
         const int64_t rows = rows_in(gate, b);
         const float *gate_bias = bias_after(gate, b), *up_bias = bias_after(up, b);
         for (int64_t m = 0; m < t.batch; m++) {

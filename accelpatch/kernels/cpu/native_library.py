@@ -42,6 +42,9 @@ class Linear(Structure):
         ("input_scale", c_float),
         *((name, c_int64) for name in ("n", "k", "group")),
         *((name, c_void_p) for name in ("data", "bias", "order", "table")),
+        ("rank", c_int64),
+        *((name, c_int32) for name in ("factors", "reserved")),
+        *((name, c_void_p) for name in ("down", "up")),
     )
 
 

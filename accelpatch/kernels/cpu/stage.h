@@ -2,7 +2,7 @@
 #pragma once
 #include "attention.h"
 #include "kernels.h"
-#include "linear.h"
+#include "low_rank.h"
 #include "step.h"
 
 namespace {
@@ -26,15 +26,22 @@ inline Activations ready(
     return a;
 }
 
+inline LowRank low_rank_of(const Worker& t) { return {t.step->low, t.step->largest.ranks}; }
+
 // Products of the same input with up to three weights; each may read another form of it.
 inline void linears(const Worker& t, const ap_linear* const* weights, float* const* outputs, int count,
     const float* input, int64_t k, int64_t input_stride, int64_t output_stride) {
     Weight w[3] = {};
-    int64_t ends[3] = {}, items = 0;
+    int64_t ends[3] = {}, items = 0, ranks = 0;
+    const float* sums[3] = {};
+    const LowRank low = low_rank_of(t);
     for (int i = 0; i < count; i++) {
         w[i] = weight_of(*weights[i]);
         ends[i] = items += w[i].l.blocks;
+        sums[i] = low.sums + ranks;
+        ranks += w[i].w.rank;
     }
+    low_rank_stage(t.pool, t.self, weights, count, input, input_stride, t.batch, low);
     Activations a = ready(t, t.own->ready, input, k, input_stride, w[0].w);
     WorkCursor work = {items};
     for (int64_t item; (item = pool_next(t.pool, t.self, &work)) >= 0;) {
@@ -44,6 +51,7 @@ inline void linears(const Worker& t, const ap_linear* const* weights, float* con
         if (!made_for(a, w[i].w)) a = ready(t, t.own->ready, input, k, input_stride, w[i].w);
         float tile[kMaxBatch][16];
         dot_block(w[i], b, a, 0, t.batch, tile);
+        add_low_rank(w[i].w, b, sums[i], low.width, t.batch, tile);
         store_block(w[i], b, t.batch, tile, outputs[i], output_stride);
     }
     pool_wait(t.pool, t.self);

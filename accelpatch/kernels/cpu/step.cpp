@@ -19,9 +19,12 @@ struct Owner {  // one step at a time on one set of buffers
 
 constexpr int64_t kMost = 1 << 24;  // of any size
 
-bool fits(const ap_linear& w, int64_t n, int64_t k) { return w.n == n && w.k == k && readable(w); }
-
 bool is_size(int64_t size) { return size >= 1 && size <= kMost; }
+
+bool fits(const ap_linear& w, int64_t n, int64_t k) {
+    const bool factors = w.down && w.up && (w.factors == AP_FLOAT32 || w.factors == AP_BFLOAT16);
+    return w.n == n && w.k == k && readable(w) && (!w.rank || (is_size(w.rank) && factors));
+}
 
 bool is_absent(const ap_layer& l) { return !l.q.data; }
 
@@ -36,7 +39,7 @@ bool experts_fit(const ap_model& m, const ap_layer& l) {
     const ap_linear& r = l.router;
     if (r.kind != AP_DENSE || r.n > AP_MAX_EXPERTS || !fits(r, r.n, m.hidden)) return false;
     for (const ap_linear* w : {&l.gate, &l.up, &l.down})
-        if (w->order || w->kind == AP_W8A8) return false;
+        if (w->order || w->kind == AP_W8A8 || w->rank) return false;
     return l.chosen >= 1 && l.chosen <= r.n && l.chosen <= AP_MAX_CHOSEN && l.expert_bytes > 0 && l.down_bytes > 0;
 }
 
@@ -69,6 +72,7 @@ Largest largest_of(const ap_model& m) {
     Largest most;
     auto take = [](int64_t& place, int64_t size) { place = size > place ? size : place; };
     take(most.widest, m.hidden);
+    take(most.ranks, m.head.rank);
     for (int64_t i = 0; i < m.layers; i++) {
         const ap_layer& l = m.layer[i];
         if (is_absent(l)) continue;
@@ -78,6 +82,8 @@ Largest largest_of(const ap_model& m) {
         take(most.intermediate, l.gate.n);
         take(most.widest, l.q.n);
         take(most.widest, l.gate.n);
+        for (int64_t ranks : {l.q.rank + l.k.rank + l.v.rank, l.o.rank, l.gate.rank + l.up.rank, l.down.rank})
+            take(most.ranks, ranks);
         if (!l.router.data) continue;
         take(most.experts, l.router.n);
         take(most.chosen, l.chosen);
@@ -111,6 +117,7 @@ int64_t lay_out(Step& s, char* memory) {
     purse.reserve(s.router, b * most.experts * 4);
     purse.reserve(s.gated, b * most.chosen * most.intermediate * 4);
     purse.reserve(s.mlp_out, b * m.hidden * 4);
+    purse.reserve(s.low, b * most.ranks * 4);
     for (int i = 0; i < s.threads; i++) {
         purse.reserve(s.scratch[i].hidden, b * m.hidden * 4);
         purse.reserve(s.scratch[i].input, b * most.widest * 4);

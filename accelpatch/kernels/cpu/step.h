@@ -16,9 +16,10 @@ struct Scratch {           // each thread's own: what is cheaper to compute twic
 };
 
 // The largest sizes of all layers. group: query heads a key head. qkv: rows of q, k and v. widest: of what a product
-// reads. experts: of a layer. chosen: experts of a token; 1 where there are none.
+// reads. ranks: of the adapters of a stage's weights. experts: of a layer. chosen: experts of a token; 1 where there
+// are none.
 struct Largest {
-    int64_t heads = 0, group = 0, qkv = 0, intermediate = 0, widest = 0, experts = 0, chosen = 1;
+    int64_t heads = 0, group = 0, qkv = 0, intermediate = 0, widest = 0, ranks = 0, experts = 0, chosen = 1;
 };
 
 struct Step {
@@ -36,6 +37,7 @@ struct Step {
     float* router;         // [batch, experts]: logits
     float* gated;          // [batch, chosen, intermediate]
     float* mlp_out;        // [batch, hidden]
+    float* low;            // [batch, ranks]
     Scratch scratch[AP_MAX_THREADS];
     void* memory;  // all of it, one allocation
 };

@@ -92,15 +92,18 @@ inline void iq4_xs(const uint8_t* b, float* out) {
     }
 }
 
-// e4m3fn, exactly; its two NaNs are NaN.
-AP_INLINE float stored_e4m3(uint8_t code) {
-    const int32_t below = code & 127, step = below & 7;
-    const int32_t bits = ((below >> 3) + 120) << 23 | step << 20;
-    float value;
-    memcpy(&value, &bits, 4);
-    value = below < 8 ? static_cast<float>(step) * 0x1p-9f : value;
-    value = below == 127 ? NAN : value;
-    return code & 128 ? -value : value;
+// e4m3fn, exactly, times a scale; its two NaNs are NaN. No subnormal floats are needed on the way.
+inline void stored_e4m3(const uint8_t* codes, float scale, int64_t count, float* out) {
+    for (int64_t k = 0; k < count; k += kLanes) {
+        const int64_t left = count - k < kLanes ? count - k : kLanes;
+        vu bytes = {};
+        memcpy(&bytes, codes + k, static_cast<size_t>(left));
+        const vi code = __builtin_convertvector(bytes, vi), below = code & 127;
+        const vi small = as_int(__builtin_convertvector(below, vf) * 0x1p-9f), usual = (below << 20) + (120 << 23);
+        vi bits = below < 8 ? small : usual;
+        bits = below == 127 ? vi{} + 0x7fc00000 : bits;
+        store_part(out + k, as_float(bits | (code & 128) << 24) * scale, left);
+    }
 }
 
 // Values and bytes of a block of a form.
@@ -136,8 +139,7 @@ inline void stored_values(int form, const uint8_t* b, float scale, int64_t count
         case AP_STORED_Q6_K: return q6_k(b, out);
         case AP_STORED_IQ4_NL: return iq4(b + 2, half_at(b), out);
         case AP_STORED_IQ4_XS: return iq4_xs(b, out);
-        case AP_STORED_E4M3:
-            for (int64_t i = 0; i < count; i++) out[i] = stored_e4m3(b[i]) * scale;
+        case AP_STORED_E4M3: return stored_e4m3(b, scale, count, out);
     }
 }
 

@@ -35,6 +35,7 @@ from accelpatch.kernels.cpu.native_library import (
 )
 from accelpatch.kernels.layouts.gguf_blocks import GgufBlocks
 from accelpatch.kernels.layouts.layout import WeightArguments, nbytes_of, why_not_split
+from accelpatch.kernels.layouts.pack_adapters import PackAdapters
 from accelpatch.kernels.layouts.pack_tensors import (
     ALIGNED,
     aligned,
@@ -58,8 +59,8 @@ class Pack:
     data: uint8 [bytes], or float32 [n, k] where kind is DENSE. kind: DENSE, INT8, INT4, INT3, TABLE, Q4_K or Q6_K.
     group: values along K that share a scale. half_scales: scales (and minimums) are stored as float16. offset: "none",
     "minimum" or "zero_point". codes: of a TABLE, its name in CODEBOOKS; rows of nvfp4 have factors there too. order:
-    int32 [k], column j of the weight multiplies x[order[j]], or None. bias: float32 [n], which a native step adds, or
-    None. scale_dtype: of the canonical scale (and minimum).
+    int32 [k], column j of the weight multiplies x[order[j]], or None. bias: float32 [n], which a native step adds, as
+    it does low, its adapters; or None. scale_dtype: of the canonical scale (and minimum).
     """
 
     part: ClassVar[str] = "all"
@@ -77,6 +78,7 @@ class Pack:
     order: Tensor | None = None
     bias: Tensor | None = None
     scale_dtype: torch.dtype = torch.float32
+    low: PackAdapters | None = None
 
     @classmethod
     def of(cls, rows: Any) -> Pack:
@@ -208,9 +210,8 @@ class Pack:
             blocks = torch.empty(self.n, self.k // SUPERBLOCK * FORMS[self.form][1], dtype=torch.uint8, device="cpu")
             self._emptied(blocks, None, None)
             return blocks
-        q = torch.empty(
-            self.n, self.k * {INT8: 8, W8A8: 8, INT3: 3}.get(self.kind, 4) // 8, dtype=torch.int8, device="cpu"
-        )
+        bits = {INT8: 8, W8A8: 8, INT3: 3}.get(self.kind, 4)
+        q = torch.empty(self.n, self.k * bits // 8, dtype=torch.int8, device="cpu")
         scale = torch.empty(self.n, self.k // self.group, **PLAIN)
         offset = torch.empty_like(scale) if self.offset == "minimum" else None
         offset = torch.empty(self.n, 1, dtype=torch.float64, device="cpu") if self.codes == NVFP4 else offset
@@ -220,8 +221,7 @@ class Pack:
         return q, scale, offset
 
     def _emptied(self, q: Tensor, scale: Tensor | None, offset: Tensor | None) -> None:
-        given = (pointer(self.data), pointer(q), pointer(scale), pointer(offset))
-        check(native().ap_unpack(byref(self.struct()), *given), "to unpack")
+        check(native().ap_unpack(byref(self.struct()), *map(pointer, (self.data, q, scale, offset))), "to unpack")
 
     @property
     def w(self) -> Tensor:
@@ -260,7 +260,8 @@ class Pack:
         scales = E4M3_SCALES if self.codes == NVFP4 else int(self.half_scales)
         shape = (self.kind, scales, OFFSETS[self.offset], 0.0, self.n, self.k, self.group)
         values = table(self.codes) if self.codes else None
-        return Linear(*shape, pointer(self.data), pointer(self.bias), pointer(self.order), pointer(values))
+        made = Linear(*shape, pointer(self.data), pointer(self.bias), pointer(self.order), pointer(values))
+        return made if self.low is None else self.low.put_into(made)
 
     @staticmethod
     def why_not_concat(parts: Sequence[Pack]) -> str | None:

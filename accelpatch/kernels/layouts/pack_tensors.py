@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +44,13 @@ def in_one_block(packs: Sequence[P]) -> list[P]:
         data = place[: one.data.nbytes].view(one.data.dtype).view(one.data.shape)
         moved.append(replace(one, data=data.copy_(one.data)))
     return moved
+
+
+def is_one_block(packs: Sequence[Any]) -> bool:
+    """Whether packs lie one behind the other as `in_one_block` leaves them."""
+    places = [(one.data.data_ptr(), -(-one.data.nbytes // ALIGNED) * ALIGNED) for one in packs]
+    follow = all(at + size == next for (at, size), (next, _) in pairwise(places))
+    return follow and len({one.data.untyped_storage().data_ptr() for one in packs}) <= 1
 
 
 def as_float(tensor: Tensor | None) -> Tensor | None:

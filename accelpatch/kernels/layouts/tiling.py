@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 TILE_ROWS, TILE_VALUES = 16, 128
+_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # of eight values in the bytes of a lane's operands
 _SIGNS = 0x88  # turns two codes of 0 to 15 into two's complement of what they are less 8, and back
 
 
@@ -41,6 +42,31 @@ def untile_int4(tiles: Tensor, rows: int, columns: int) -> Tensor:
     packed = torch.stack([first, second], -1).permute(0, 2, 1, 4, 3, 5, 6)
     flat = packed.reshape(-1, steps * TILE_VALUES // 2)[:rows]
     return flat[:, : columns // 2].contiguous().view(torch.int8)
+
+
+def tile_int3(u: Tensor) -> Tensor:
+    """Codes u[N, K] of 0 to 7, uint8 -> int8 [tiles, steps, 768]; the bits of a tile: Int3 in hip/gemv/formats.h."""
+    steps = -(-u.shape[1] // TILE_VALUES)
+    codes = whole_tiles(torch.nn.functional.pad(u, (0, steps * TILE_VALUES - u.shape[1]))) ^ 4
+    values = codes.view(-1, 2, TILE_ROWS // 2, steps, 4, 4, 8)[..., _ORDER].unflatten(-1, (2, 4))
+    # tile, step, r % 8, t, r / 8, p and which half of its values: operand, byte
+    o = values.permute(0, 3, 2, 5, 1, 4, 6, 7).flatten(5, 6).unbind(5)
+    words = (o[0] << 5 | o[1] << 2 | o[6] & 3, o[2] << 5 | o[3] << 2 | o[7] & 3)
+    third = o[4] << 5 | o[5] << 2 | o[6] >> 2 | o[7] >> 2 << 1
+    parts = torch.stack(words, 5).flatten(2), third.flatten(2)
+    return torch.cat(parts, 2).contiguous().view(torch.int8)
+
+
+def untile_int3(tiles: Tensor, rows: int, columns: int) -> Tensor:
+    """Codes u[N, K] uint8 of N = ``rows``, K = ``columns``; the inverse of `tile_int3`."""
+    held, steps = tiles.view(torch.uint8), tiles.shape[1]
+    a, b = held[..., :512].unflatten(2, (8, 4, 2, 2, 4)).unbind(5)
+    c = held[..., 512:].unflatten(2, (8, 4, 2, 4))
+    o = [a >> 5, a >> 2 & 7, b >> 5, b >> 2 & 7, c >> 5, c >> 2 & 7, a & 3 | (c & 1) << 2, b & 3 | (c & 2) << 1]
+    values = torch.stack(o, 5).unflatten(5, (4, 2)).permute(0, 4, 2, 1, 5, 3, 6, 7).flatten(-2)
+    codes = torch.empty_like(values)
+    codes[..., _ORDER] = values
+    return codes.reshape(-1, steps * TILE_VALUES)[:rows, :columns].contiguous() ^ 4
 
 
 def tile_scales(table: Tensor, *, steps: int, groups: int, group_shift: int) -> Tensor:

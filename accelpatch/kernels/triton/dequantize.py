@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from accelpatch.kernels.layouts.row_major import FP8_BLOCK
 from accelpatch.kernels.layouts.tiling import TILE_ROWS
 from accelpatch.kernels.triton.launch import cdiv
 
@@ -20,13 +21,15 @@ Form = tuple[int, int, int]  # kind of offset, group, groups in a step
 
 @triton.jit
 def _int8_rows(  # type: ignore[no-untyped-def]
-    q, scale, out, n, k, groups, size, PER_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    q, scale, out, n, k, groups, size,
+    PER_ROW: tl.constexpr, E4M3: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < n)[:, None] & (columns < k)[None, :]
     place = rows[:, None] * k + columns[None, :]
-    values = tl.load(q + place, mask=inside, other=0).to(tl.float32)
+    codes = tl.load(q + place, mask=inside, other=0)
+    values = _of_e4m3(codes.to(tl.int32)) if E4M3 else codes.to(tl.float32)
     if PER_ROW:
         factor = tl.load(scale + rows, mask=rows < n, other=0.0)[:, None]
     else:
@@ -158,13 +161,15 @@ def _int4_weight_rows(  # type: ignore[no-untyped-def]
 
 
 def int8_floats(q: Tensor, scale: Tensor) -> Floats:
-    """A function (start, stop, out) that writes those rows of q[N, K] * scale[N, G] to out[stop - start, K]."""
-    (_, k), groups = q.shape, scale.shape[1]
+    """A function (start, stop, out) that writes those rows of q[N, K] * scale[N, G] to out[stop - start, K]. q: int8,
+    with scales of as many values each; or e4m3fn, where each is of 128."""
+    (_, k), groups, e4m3 = q.shape, scale.shape[1], q.dtype == torch.float8_e4m3fn
+    q, size = q.view(torch.int8), FP8_BLOCK if e4m3 and groups > 1 else k // groups
 
     def floats(start: int, stop: int, out: Tensor) -> None:
         rows, factors = (q, scale) if stop - start == len(q) else (q[start:stop], scale[start:stop])
         _int8_rows[(cdiv(stop - start, 8), cdiv(k, 1024))](
-            rows, factors, out, stop - start, k, groups, k // groups, groups == 1, 8, 1024
+            rows, factors, out, stop - start, k, groups, size, groups == 1, e4m3, 8, 1024
         )
 
     return floats

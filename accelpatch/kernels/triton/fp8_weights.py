@@ -1,7 +1,8 @@
 """GEMM of some rows with a weight of e4m3fn, made float in registers; see ops/linear/fp8_linear.py.
 
 As the GEMM of int8 (gemm.py); where a row has a scale for each 128 values of K, they are those that a program takes at
-once, and it multiplies them before the product.
+once, and their products' sums are multiplied by it. Codes are exact in x's dtype. For more rows than a program takes
+the weight is written out for torch's GEMM, rounded to x's dtype.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from accelpatch.kernels.layouts.row_major import FP8_BLOCK
-from accelpatch.kernels.triton.dequantize import _of_e4m3
+from accelpatch.kernels.triton.dequantize import _of_e4m3, int8_floats
 from accelpatch.kernels.triton.gemm import Block, Blocks, _some, flat_rows, grid, in_runs, leave
-from accelpatch.kernels.triton.launch import on
+from accelpatch.kernels.triton.launch import on, rounds_to_e4m3
+from accelpatch.kernels.triton.weight_only import as_written
 
 BLOCKS = Blocks((Block(16, 64, FP8_BLOCK, 4, 4), Block(32, 64, FP8_BLOCK, 4, 4), Block(64, 64, FP8_BLOCK, 4, 4)))
 
@@ -22,7 +24,7 @@ BLOCKS = Blocks((Block(16, 64, FP8_BLOCK, 4, 4), Block(32, 64, FP8_BLOCK, 4, 4),
 @triton.jit(do_not_specialize=["m"])
 def _fp8_gemm(  # type: ignore[no-untyped-def]
     x, w, scale, bias, y, parts, m, n, k, x_stride, run, groups,
-    ROWS_ALONE: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr, EVEN: tl.constexpr,
+    ROWS_ALONE: tl.constexpr, BIAS: tl.constexpr, CUT: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     split, across = tl.program_id(1), tl.cdiv(m, TOKENS)
@@ -34,11 +36,14 @@ def _fp8_gemm(  # type: ignore[no-untyped-def]
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for start in tl.range(split * run, tl.minimum((split + 1) * run, k), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        weights = _of_e4m3(_some(w_rows + columns[None, :], columns, k, EVEN, True).to(tl.int32))
-        if not ROWS_ALONE:
-            weights = weights * tl.load(scale + held * groups + start // COLUMNS)[:, None]
+        codes = _some(w_rows + columns[None, :], columns, k, EVEN, True)
+        weights = codes.to(tl.float8e4nv, bitcast=True) if NATIVE else _of_e4m3(codes.to(tl.int32))
         given = _some(x_rows + columns[:, None], columns, k, EVEN, False)
-        total = tl.dot(weights.to(x.dtype.element_ty), given, total)
+        if ROWS_ALONE:
+            total = tl.dot(weights.to(x.dtype.element_ty), given, total)
+        else:
+            factor = tl.load(scale + held * groups + start // COLUMNS)
+            total += tl.dot(weights.to(x.dtype.element_ty), given) * factor[:, None]
     if ROWS_ALONE:
         total = total * tl.load(scale + held)[:, None]
     leave(total, bias, y, parts, tokens, rows, m, n, split, BIAS, CUT)
@@ -46,14 +51,17 @@ def _fp8_gemm(  # type: ignore[no-untyped-def]
 
 def linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """As the operation."""
-    flat, q, scale = flat_rows(x), q.contiguous().view(torch.int8), scale.to(torch.float32).contiguous()
+    flat, q, scale = flat_rows(x), q.contiguous(), scale.to(torch.float32).contiguous()
     (m, k), (n, groups) = flat.shape, scale.shape
+    if m > BLOCKS.most:
+        return as_written(flat, n, bias, int8_floats(q, scale)).view(*x.shape[:-1], n)
+    q, native = q.view(torch.int8), rounds_to_e4m3(x)
     y, beside = x.new_empty((m, n)), None if bias is None else bias.contiguous()
 
     def launch_gemm(block: Block, run: int, splits: int, y: Tensor, parts: Tensor) -> None:
         _fp8_gemm[grid(flat, n, block, splits)](
             flat, q, scale, y if beside is None else beside, y, parts, m, n, k, flat.stride(0), run, groups,
-            groups == 1, beside is not None, splits > 1, k % block.columns == 0, block.tokens, block.rows,
+            groups == 1, beside is not None, splits > 1, k % block.columns == 0, native, block.tokens, block.rows,
             block.columns, **block.options(),
         )  # fmt: skip
 

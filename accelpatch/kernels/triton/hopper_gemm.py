@@ -104,9 +104,9 @@ def _linear(x: Tensor, weight: Codes, bias: Tensor | None, columns: int, part: s
         parts = y if splits == 1 else y.new_empty((splits, m, columns), dtype=torch.float32)
         beside = y if bias is None else bias
         kernels.product[(programs, splits)](
-            given, sums, w, scale, scale if offset is None else offset, beside, y, parts, m, n, columns, k // 2, run,
-            steps, sets, shift, bits, KINDS[kind], PARTS.index(part), scales, bias is not None, splits > 1, tma,
-            x.is_cuda, overlapped, tile.tokens, tile.rows, tile.pair, **tile.options(), **options,
+            given, ordered, sums, w, scale, scale if offset is None else offset, beside, y, parts, m, n, columns,
+            k // 2, run, steps, sets, shift, bits, KINDS[kind], PARTS.index(part), scales, bias is not None, splits > 1,
+            tma, x.is_cuda, overlapped, tile.tokens, tile.rows, tile.pair, **tile.options(), **options,
         )  # fmt: skip
         if splits > 1:
             _add_up[(cdiv(m * columns, 1024),)](

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from accelpatch.kernels.triton.dependent_launch import overlap
-from accelpatch.kernels.triton.gemm import leave
+from accelpatch.kernels.triton.hopper_gemm_values import finish, places
 
 #: 0x4300 and a code of 4 bits, whose top bit is turned over, are 128 + code in bfloat16; 0x6400, 1024 + code in float16
 _FOUR = tl.constexpr("""{
@@ -130,21 +130,6 @@ def _weights(w, FLOAT: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):  # 
 
 
 @triton.jit
-def _row(row, n, columns, PART: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The column of y of each of n rows in tiles; `columns`, where there is none. PART: see tiled.py."""
-    if PART > 0:
-        second = row % 16 // 8
-        column = row // 16 * 8 + row % 8
-        if PART == 1:
-            found = tl.where(row < n, column + second * (n // 2), columns)
-        else:
-            found = tl.where((row < n) & (second == PART - 2), column, columns)
-    else:
-        found = row
-    return found
-
-
-@triton.jit
 def _later(pointers, ASM: tl.constexpr, WANTED: tl.constexpr = True):  # type: ignore[no-untyped-def]
     """Load 32 bits, or nothing. ASM: at this place; else the compiler moves it behind the products."""
     if not WANTED:
@@ -176,6 +161,12 @@ def _prefetch(scales, offsets, place, S_STEP: tl.constexpr, KIND: tl.constexpr, 
 
 
 @triton.jit
+def _scales(scale, at, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Addresses of rows' first scales, of 4 bits as pairs of rows r and r + 8; the bits of a pair before a row's."""
+    return scale.to(tl.pointer_type(tl.int32)) + at // 2 if BITS == 4 else scale + at, (at % 2 * 16).to(tl.int32)
+
+
+@triton.jit
 def _factor(held, upper, FLOAT: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Scales, float32; of 4 bits from pairs of 16 bits."""
     if BITS == 4:
@@ -188,20 +179,6 @@ def _added(scale, offset, place, KIND: tl.constexpr):  # type: ignore[no-untyped
     """What is added to each weight of a group, beside (code - 8) * scale."""
     factor, beside = tl.load(scale + place).to(tl.float32), tl.load(offset + place).to(tl.float32)
     return (8.0 - beside) * factor if KIND == 1 else 8.0 * factor + beside
-
-
-@triton.jit
-def _places(w, rows, n, w_row, steps, sets, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of rows, or the last one there is: addresses of their first codes, and places of their first scales."""
-    if BITS == 4:
-        held = tl.minimum(rows, (n + 15) // 16 * 16 - 1)
-        first = w + (held // 16 * steps * 512 + held % 16 * 32)[:, None] + tl.arange(0, 32)[None, :]
-        at = (held // 16 * sets * 8 + held % 8) * 2 + held % 16 // 8
-    else:
-        held = tl.minimum(rows, n - 1)
-        first = w + held[:, None] * w_row + tl.arange(0, 64)[None, :]
-        at = held * sets
-    return first, at
 
 
 @triton.jit
@@ -229,41 +206,40 @@ def _with_sums(total, sums, scale, offset, at, begin, end, m, token, shift, KIND
 
 @triton.jit(do_not_specialize=["m", "run", "steps", "sets", "shift"])
 def product(  # type: ignore[no-untyped-def]
-    x, sums, w, scale, offset, bias, y, parts, m, n, columns, w_row, run, steps, sets, shift,
+    x, plain, sums, w, scale, offset, bias, y, parts, m, n, columns, w_row, run, steps, sets, shift,
     BITS: tl.constexpr, KIND: tl.constexpr, PART: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
     CUT: tl.constexpr, TMA: tl.constexpr, ASM: tl.constexpr, DEPENDENT: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     split, across = tl.program_id(1), tl.cdiv(m, TOKENS)
     first = tl.program_id(0) % across * TOKENS  # those that share rows run together
-    tokens, token = first + tl.arange(0, TOKENS), tl.minimum(first + tl.arange(0, TOKENS), m - 1)
-    rows = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    w_rows, at = _places(w, rows, n, w_row, steps, sets, BITS)
-    scales = scale.to(tl.pointer_type(tl.int32)) + at // 2 if BITS == 4 else scale + at  # of rows r and r + 8
-    upper = (at % 2 * 16).to(tl.int32)
+    token = tl.minimum(first + tl.arange(0, TOKENS), m - 1)
+    start = (tl.program_id(0) // across).to(tl.int64) * ROWS
+    codes, at = places(w, start + tl.arange(0, ROWS), n, w_row, steps, sets, BITS)
+    w_rows = codes[:, None] + tl.arange(0, 8 * BITS)[None, :]
+    scales, upper = _scales(scale, at, BITS)
     W_STEP: tl.constexpr = 512 if BITS == 4 else 64
     S_STEP: tl.constexpr = 8 if BITS == 4 else 1
-    DTYPE: tl.constexpr = scale.dtype.element_ty
     x_rows = x if TMA else x + token.to(tl.int64)[None, :] * (steps * 128) + tl.arange(0, 128)[:, None]
     begin, end = split * run, tl.minimum((split + 1) * run, steps)
     overlap(DEPENDENT)
-    total = tl.zeros([ROWS, TOKENS], tl.float32)
-    one = tl.load(scales + (begin >> shift) * S_STEP)
+    total, one = tl.zeros([ROWS, TOKENS], tl.float32), tl.load(scales + (begin >> shift) * S_STEP)
     two = tl.load(scales + (tl.minimum(begin + 1, end - 1) >> shift) * S_STEP)
     for step in tl.range(begin, end, PAIR):
         if SCALES:  # those of the next steps are on their way while these multiply
             three = _later(scales + (tl.minimum(step + PAIR, end - 1) >> shift) * S_STEP, ASM and BITS == 4)
             four = _later(scales + (tl.minimum(step + 3, end - 1) >> shift) * S_STEP, ASM and BITS == 4, PAIR == 2)
             _prefetch(scales, offset + at, tl.minimum(step + AHEAD, end - 1) >> shift, S_STEP, KIND, ASM)
-        factor = _factor(one, upper, DTYPE, BITS)
+        factor = _factor(one, upper, scale.dtype.element_ty, BITS)
         total = _multiplied(total, x, x_rows, w_rows + step * W_STEP, first, step, factor, BITS, TMA, ASM)
         if PAIR == 2:
             last = tl.minimum(step + 1, end - 1)
-            factor = tl.where(step + 1 < end, _factor(two, upper, DTYPE, BITS), 0.0)
+            factor = tl.where(step + 1 < end, _factor(two, upper, scale.dtype.element_ty, BITS), 0.0)
             total = _multiplied(total, x, x_rows, w_rows + last * W_STEP, first, last, factor, BITS, TMA, ASM)
         if SCALES:
             one = three
             if PAIR == 2:
                 two = four
     total = _with_sums(total, sums, scale, offset, at, begin, end, m, token, shift, KIND)
-    leave(total, bias, y, parts, tokens, _row(rows, n, columns, PART), m, columns, split, BIAS, CUT)
+    finish(total, plain, w, scale, offset, bias, y, parts, m, n, columns, w_row, begin, end, steps, sets, shift, first,
+           start, split, ROWS, TOKENS, BITS, KIND, PART, BIAS, CUT)  # fmt: skip

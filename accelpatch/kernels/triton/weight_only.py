@@ -81,7 +81,7 @@ def int8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None)
     q, scale, m = q.contiguous(), scale.contiguous(), x.numel() // x.shape[-1]
     if scale.shape[1] == 1 and 0 < m <= INT8.most and x.dtype in HALVES:
         return linear(x, q, scale, bias)
-    return _written(x, q.shape[0], bias, int8_floats(q, scale))
+    return as_written(x, q.shape[0], bias, int8_floats(q, scale))
 
 
 def tiled_int4_linear(x: Tensor, *args: object) -> Tensor:
@@ -117,7 +117,7 @@ def written_out(tiles: Tiles, bias: Tensor | None) -> Callable[[Tensor], Tensor]
     """A function for the GEMM with any number of rows of x, dequantising to memory; made once for many calls."""
     interleaved = tiles.part == "both"
     floats = _floats_of(tiles, interleaved)
-    return lambda x: _written(x, tiles.n, bias, floats, interleaved)
+    return lambda x: as_written(x, tiles.n, bias, floats, interleaved)
 
 
 def _floats_of(tiles: Tiles, interleaved: bool) -> Floats:
@@ -172,7 +172,7 @@ def written(m: int) -> bool:
     return m > INT4.most
 
 
-def _written(x: Tensor, n: int, bias: Tensor | None, floats: Floats, interleaved: bool = False) -> Tensor:
+def as_written(x: Tensor, n: int, bias: Tensor | None, floats: Floats, interleaved: bool = False) -> Tensor:
     """y[..., n] by torch's GEMM with the weight that floats(start, stop, out) writes."""
     flat = flat_rows(x)
     y = x.new_empty((flat.shape[0], n))

@@ -17,6 +17,7 @@ from accelpatch.modules.attention_settings import SETTING
 from accelpatch.modules.paged_attention import STANDS_FOR, register
 from accelpatch.modules.paged_setting import PAGED, implementation
 from accelpatch.runtime.code_watch import CodeWatch
+from accelpatch.runtime.cpu.torch_threads import one_thread
 
 SWITCHES = ("switch_to_cb_friendly_attn", "switch_to_paged_attn")  # of managers since 5.24, and before
 
@@ -44,6 +45,9 @@ class Session:
         self._manager = weakref.ref(manager)
         weakref.finalize(manager, self.end).atexit = False
         manager.stop = functools.partial(_stop, self, self._manager)
+        model = self._code.model
+        if model is not None and model.device.type == "cpu":
+            manager._run_generation_loop = functools.partial(_loop, self._manager)
         for name in SWITCHES:
             if hasattr(type(manager), name):
                 setattr(manager, name, functools.partial(_switch, name, self._manager))
@@ -91,6 +95,13 @@ def _configurations(model: Any) -> dict[int, Any]:
     """The configurations of a model that name an implementation of attention, by id."""
     every = [vars(one).get("config") for one in model.modules()]
     return {id(one): one for one in every if SETTING in getattr(one, "__dict__", {})}
+
+
+def _loop(held: Any, *args: Any, **kwargs: Any) -> Any:
+    """The thread of a manager; torch's own threads are off the cores between its calls of the model."""
+    manager = held()
+    with one_thread():
+        return type(manager)._run_generation_loop(manager, *args, **kwargs)
 
 
 def _stop(session: Session, held: Any, *args: Any, **kwargs: Any) -> Any:

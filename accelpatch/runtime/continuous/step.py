@@ -63,7 +63,8 @@ def _native(runtime: NativeRuntime, model: Any, given: Mapping[str, Any], cache:
     ids, positions, kept = given["input_ids"][0], given["position_ids"][0], _kept(given)
     logits = logits_of_step(found, ids, positions, cache, given[pages.PAGED_CACHE])
     if logits is not None:
-        return logits.index_select(0, kept), "native step"
+        every = kept.tolist() == list(range(len(logits)))  # as in most steps: nothing to copy
+        return logits if every else logits.index_select(0, kept), "native step"
     return logits_of_rows(found, ids, positions, cache, kept), "native rows"
 
 

@@ -43,7 +43,7 @@ def _room(states: States, capacity: int, form: str) -> States:
         return zeros(form, (batch, heads, capacity, size), **PLAIN)
 
 
-def stored(cache: Any, batch: int, model: NativeModel, form: str = FLOAT) -> Contents | str:
+def native_contents(cache: Any, batch: int, model: NativeModel, form: str = FLOAT) -> Contents | str:
     """The contents of `cache` in a Store with room for one more token; or the reason why there can be none.
 
     form: of the Store, where it is a new one.
@@ -56,8 +56,8 @@ def stored(cache: Any, batch: int, model: NativeModel, form: str = FLOAT) -> Con
         if rows != batch:
             return f"the cache has {rows} sequences, and {batch} were given"
         if length == contents.static.capacity:
-            held: Store = contents.static
-            contents.move(Store(zip(held.keys, held.values, strict=True), 2 * length, held.form))
+            store: Store = contents.static
+            contents.move(Store(zip(store.keys, store.values, strict=True), 2 * length, store.form))
         return contents
     like = [(layer.keys, layer.values) for layer in (cache if contents is None else contents.static).layers]
     for one in (tensor for pair in like for tensor in pair):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accelpatch.kernels.cpu.native_library import MAX_BATCH
 from accelpatch.runtime.cache_contents import Contents
-from accelpatch.runtime.cpu.native_cache import Store, stored
+from accelpatch.runtime.cpu.native_cache import Store, native_contents
 from accelpatch.runtime.cpu.native_step import NATIVE, NativeRuntime, Reading
 from accelpatch.runtime.cpu.torch_threads import all_threads
 from accelpatch.runtime.quantized_cache import format_of_cache
@@ -40,7 +40,7 @@ class NativeRow:
             return None
         contents = self.contents
         if contents is None or not contents.are_of(self._cache):
-            found = stored(self._cache, 1, reading.model, format_of_cache(self._cache, self._runtime.form))
+            found = native_contents(self._cache, 1, reading.model, format_of_cache(self._cache, self._runtime.form))
             if isinstance(found, str):
                 return None
             contents = self.contents = found

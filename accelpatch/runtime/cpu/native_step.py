@@ -24,10 +24,10 @@ from accelpatch.fusion.rotary import of_one_axis
 from accelpatch.kernels.cpu.decode_step import DecodeStep
 from accelpatch.kernels.cpu.native_library import MAX_BATCH
 from accelpatch.kernels.layouts.kv_states import FLOAT
-from accelpatch.models.multimodal import configurations, first_position, outputs_of, unused_by_steps
+from accelpatch.models.multimodal import configs_of_call, first_position, outputs_of, unused_by_steps
 from accelpatch.runtime.cache_contents import Contents, attached
 from accelpatch.runtime.cpu.mixed_step import Places, mixed_step
-from accelpatch.runtime.cpu.native_cache import Store, stored
+from accelpatch.runtime.cpu.native_cache import Store, native_contents
 from accelpatch.runtime.cpu.torch_threads import all_threads
 from accelpatch.runtime.model_runtime import ModelRuntime
 from accelpatch.runtime.quantized_cache import format_of_cache
@@ -87,7 +87,7 @@ class NativeRuntime(ModelRuntime):
             self.paths[f"modules: {reason}"] += 1
             return None
         assert reading.model is not None
-        contents = stored(cache, ids.shape[0], reading.model, format_of_cache(cache, self.form))
+        contents = native_contents(cache, ids.shape[0], reading.model, format_of_cache(cache, self.form))
         if isinstance(contents, str):
             self.paths[f"modules: {contents}"] += 1
             return None
@@ -157,7 +157,8 @@ class NativeRuntime(ModelRuntime):
             return self._reading
 
     def _outdated(self, reading: Reading) -> bool:
-        return reading.version != self.code.version or reading.watch.stale()
+        watch = reading.watch
+        return reading.version != self.code.version or watch.stale() or watch.switched()
 
     def _places(self, ids: Tensor, length: int, arguments: Mapping[str, Any], model: NativeModel) -> Places | str:
         """(slots, starts, positions), each int64 [B]; or why there are none."""
@@ -186,7 +187,7 @@ def _why_not(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> str
         return f"the argument {extra}"
     if arguments.get("use_cache") is False or arguments.get("return_dict") is False:
         return "no cache or a tuple was asked for"
-    configs = configurations(model)
+    configs = configs_of_call(model)
     if any(getattr(one, name, None) for one in configs for name in ("output_hidden_states", "output_attentions")):
         return "attentions or hidden states were asked for"
     caching = arguments.get("use_cache") or all(getattr(one, "use_cache", True) for one in configs)

@@ -20,7 +20,7 @@ CONFIGS = "peft_config"  # the attribute of a model in which PEFT leaves its ada
 WRAPPED = ".base_layer"
 
 
-def configurations() -> property:
+def adapter_configs() -> property:
     """The `peft_config` of a patched model's class, which PEFT sets once its first adapter is in.
 
     Setting it raises PatchError where that adapter is for packed weights, and takes the adapter out again. PEFT adds

@@ -33,8 +33,7 @@ from accelpatch.runtime.generation.drafter import Limit, Pace, threshold_of
 from accelpatch.runtime.generation.hosted_drafts import ModelLookup
 from accelpatch.runtime.generation.native_drafts import native_assisted, native_why_not
 from accelpatch.runtime.generation.state_drafts import StatesLookup, from_states, states_why_not
-from accelpatch.runtime.graphs.batch import DRAFTS, TOKENS
-from accelpatch.runtime.graphs.drafts import several_tokens_why_not
+from accelpatch.runtime.graphs.drafts import DRAFTS, TOKENS, several_tokens_why_not
 from accelpatch.runtime.graphs.kv_cache import NotCaptured
 from accelpatch.runtime.graphs.model_drafts import ModelDrafts
 from accelpatch.runtime.graphs.runtime import CapturedRuntime
@@ -105,9 +104,9 @@ def assisted(
             generator = candidate_generator(model, given, assistant, extra, kwargs) if candidates else None
             return native_assisted(model, runtime, given, streamer, assistant, kwargs, generator)
     elif reason is None and isinstance(runtime, CapturedRuntime):
-        with on_device(ids), ExitStack() as held, torch.no_grad():
+        with on_device(ids), ExitStack() as locks, torch.no_grad():
             call = _Call(model, runtime, assistant, given, streamer, extra, kwargs)
-            reason = call.why_not(synced_gpus, held)
+            reason = call.why_not(synced_gpus, locks)
             if reason is None:
                 return call.run()
     runtime.paths[f"{NO_DRAFTS}{reason}"] += 1
@@ -137,10 +136,10 @@ class _Call:
         else:
             self._settings = self._source.generation_config
 
-    def why_not(self, synced: bool, held: ExitStack) -> str | None:
-        """Why transformers' own loop must run, or None; then both models are locked until `held` ends."""
+    def why_not(self, synced: bool, locks: ExitStack) -> str | None:
+        """Why transformers' own loop must run, or None; then both models are locked until `locks` ends."""
         runtime = self._runtime
-        if not held.enter_context(runtime.alone()):
+        if not locks.enter_context(runtime.alone()):
             return "generate() within generate()"
         reason = CapturedRun.why_not(self._model, runtime, self._config, synced, self._kwargs)
         if reason is not None:
@@ -155,7 +154,7 @@ class _Call:
             if reason is not None:
                 return reason
             with torch.inference_mode(False):
-                return self._prepare(drafts_of(step.batch), held)
+                return self._prepare(drafts_of(step.batch), locks)
         except NotCaptured as error:
             return str(error)
 
@@ -169,7 +168,7 @@ class _Call:
             room = max(room, self._runtime.room(min(most, length + ROOM) + 2 * TOKENS, None))
         return self._runtime.step(self._model, 1, room)
 
-    def _prepare(self, drafts: ModelDrafts, held: ExitStack) -> str | None:
+    def _prepare(self, drafts: ModelDrafts, locks: ExitStack) -> str | None:
         """Make what drafts; returns why it cannot be."""
         self._drafts, threshold = drafts, threshold_of(self._settings)
         if self._candidates is not None:
@@ -185,9 +184,9 @@ class _Call:
         room = min(most, self._ids.shape[1] + ROOM) + 2 * TOKENS
         if not own.lock.acquire(blocking=False):
             return "the assistant is within another call"
-        held.callback(own.lock.release)
-        held.enter_context(own.code)
-        if not held.enter_context(own.alone()):
+        locks.callback(own.lock.release)
+        locks.enter_context(own.code)
+        if not locks.enter_context(own.alone()):
             return "the assistant is within another call"
         if reason := why_not_assistant(self._assistant, own, drafts.batch, room):
             return reason
@@ -215,10 +214,10 @@ class _Call:
         if found is None:
             found = CapturedRuntime()
             found.code = CodeWatch(assistant)
-            held = self._runtime.assistants
-            held[assistant] = found
-            while len(held) > ASSISTANTS:
-                del held[next(iter(held))]
+            known = self._runtime.assistants
+            known[assistant] = found
+            while len(known) > ASSISTANTS:
+                del known[next(iter(known))]
         return found
 
     def run(self) -> Any:

@@ -17,7 +17,7 @@ from accelpatch.fusion.cache_name import CACHE
 from accelpatch.runtime.generation.drafted_loop import Checked
 from accelpatch.runtime.generation.drafter import Counts, Limit, Pace, PacedDrafter
 from accelpatch.runtime.generation.hosted_drafts import ModelLookup
-from accelpatch.runtime.graphs.batch import DRAFTS
+from accelpatch.runtime.graphs.drafts import DRAFTS
 
 LOOKUP = "prompt_lookup_num_tokens"
 BEHIND = 16  # tokens of the text that an assistant has not seen from which on it reads the whole text anew

@@ -18,11 +18,12 @@ from accelpatch.fusion.spread import device_of
 from accelpatch.runtime.cache_contents import OWN_CACHE
 from accelpatch.runtime.cache_form import misfit, why_not
 from accelpatch.runtime.generation.captured_run import CapturedRun
-from accelpatch.runtime.graphs.batch import TOKENS, Batch
 from accelpatch.runtime.graphs.draft_model import DraftPrograms, DraftStep, ExitStep
+from accelpatch.runtime.graphs.drafts import TOKENS
 from accelpatch.runtime.graphs.model_drafts import ModelDrafts
 from accelpatch.runtime.graphs.runtime import CapturedRuntime
 from accelpatch.runtime.graphs.sampler import Reports, Sampler
+from accelpatch.runtime.graphs.step import Batch
 
 PROGRAMS = 4  # sets of programs that a draft step keeps: one for each target and sampler
 
@@ -39,12 +40,12 @@ class DraftRun:
 
     def prepare(self, graph: Any, empty: bool) -> None:
         """Capture the programs where that was not done. empty: as of DraftPrograms."""
-        key, held = (id(self.drafts), self._sampler.key, self._confident), self.step.drafting
-        if key not in held:
-            held[key] = DraftPrograms(self.step, self.drafts, self._sampler, self._confident, graph, empty)
-            while len(held) > PROGRAMS:
-                del held[next(iter(held))]
-        self.programs = held[key]
+        key, programs = (id(self.drafts), self._sampler.key, self._confident), self.step.drafting
+        if key not in programs:
+            programs[key] = DraftPrograms(self.step, self.drafts, self._sampler, self._confident, graph, empty)
+            while len(programs) > PROGRAMS:
+                del programs[next(iter(programs))]
+        self.programs = programs[key]
 
     def prompt(self, ids: Tensor, mask: Tensor | None) -> None:
         """Cache the prompt ids[1, L]; mask[1, L] hides padding."""

@@ -17,9 +17,8 @@ from accelpatch.report import NO_DRAFTS
 from accelpatch.runtime.generation.captured_run import CapturedRun
 from accelpatch.runtime.generation.draft_model_run import DraftRun
 from accelpatch.runtime.generation.drafter import Counts, Limit, Pace
-from accelpatch.runtime.graphs.batch import TOKENS
 from accelpatch.runtime.graphs.capture import Graph
-from accelpatch.runtime.graphs.drafts import verification
+from accelpatch.runtime.graphs.drafts import TOKENS, verification
 from accelpatch.runtime.graphs.model_drafts import SIZES, ModelDrafts
 from accelpatch.runtime.graphs.sampler import Reports, Sampler
 from accelpatch.runtime.graphs.step import CAPTURE_ERRORS, first_line
@@ -42,21 +41,21 @@ class Checked:
         run = self.run
         if run.slot + TOKENS > run.step.capacity:
             return None
-        held = run.step.checks
-        if tokens not in held:
+        checks = run.step.checks
+        if tokens not in checks:
             fused, self.fresh = run.step.fused, True
             assert fused is not None
             graph = run.runtime.captured.graph(run.step.batch.device)
             try:
                 with torch.inference_mode(False):
-                    held[tokens] = verification(run.step, self.drafts.first(tokens), fused, graph, empty=False)
+                    checks[tokens] = verification(run.step, self.drafts.first(tokens), fused, graph, empty=False)
             except torch.OutOfMemoryError:
                 raise
             except CAPTURE_ERRORS as error:
                 self.limit.off = True
                 run.runtime.paths[f"{NO_DRAFTS}{type(error).__name__}: {first_line(error)}"] += 1
                 return None
-        return held[tokens]
+        return checks[tokens]
 
 
 class Drafted(Checked):

@@ -100,8 +100,8 @@ def _why_later(model: nn.Module, name: str, args: Any, kwargs: Any) -> str | Non
     """Why a model cannot be patched before the call that begins now, but may be before another one; else None."""
     if model.training:
         return "it was called in training mode"
-    held = [one for one in model.modules() if not is_offloaded(one)]
-    if any(tensor.is_meta for one in held for tensor in one.parameters(recurse=False)):
+    here = [one for one in model.modules() if not is_offloaded(one)]
+    if any(tensor.is_meta for one in here for tensor in one.parameters(recurse=False)):
         return "it was called on the meta device, without weights"
     if _with_other_weights():
         return "it was called by torch.func.functional_call, with other weights"

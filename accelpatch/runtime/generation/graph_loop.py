@@ -20,11 +20,11 @@ from accelpatch.runtime.generation.captured_run import CapturedRun
 from accelpatch.runtime.generation.decoding import loop
 from accelpatch.runtime.generation.encoder_decoder_run import EncoderDecoderRun
 from accelpatch.runtime.generation.speculation import Late
-from accelpatch.runtime.graphs.batch import Batch
 from accelpatch.runtime.graphs.capture import Graph
 from accelpatch.runtime.graphs.kv_cache import NotCaptured
 from accelpatch.runtime.graphs.runtime import CapturedRuntime
 from accelpatch.runtime.graphs.sampler import SCORES, Reports, Sampler, Unknown
+from accelpatch.runtime.graphs.step import Batch
 
 Stock = Callable[..., Any]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from accelpatch.runtime.generation.drafted_loop import Checked, Drafted
 from accelpatch.runtime.generation.drafter import PacedDrafter
 from accelpatch.runtime.generation.speculation import Lookup
-from accelpatch.runtime.graphs.batch import DRAFTS
+from accelpatch.runtime.graphs.drafts import DRAFTS
 
 
 class HostDrafter(PacedDrafter):

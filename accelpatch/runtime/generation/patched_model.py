@@ -30,7 +30,7 @@ from accelpatch.runtime.continuous.pages import is_paged
 from accelpatch.runtime.continuous.step import outputs as over_pages
 from accelpatch.runtime.cpu.native_step import NativeRuntime
 from accelpatch.runtime.cpu.torch_threads import all_threads, one_thread
-from accelpatch.runtime.generation.adapter_targets import CONFIGS, configurations
+from accelpatch.runtime.generation.adapter_targets import CONFIGS, adapter_configs
 from accelpatch.runtime.generation.assisted import NAME as ASSISTED
 from accelpatch.runtime.generation.assisted import assisting
 from accelpatch.runtime.generation.batching import CONTEXT, INIT, in_context, initialised
@@ -102,7 +102,7 @@ def _subclass(cls: Any, is_model: bool) -> type[nn.Module]:
     body |= {name: refusing(getattr(cls, name), advice) for name, advice in REFUSED.items() if hasattr(cls, name)}
     body |= {"tie_weights": tying(cls.tie_weights)} if hasattr(cls, "tie_weights") else {}
     body |= {"named_parameters": naming_ties(cls), "requires_grad_": marking_packed(cls)}
-    body |= {CONFIGS: configurations()}
+    body |= {CONFIGS: adapter_configs()}
     body |= {"__reduce_ex__": copied_by(_copy_of_model if is_model else _copy_of_part), "unpatched_class": cls}
     wrapped = {INIT: initialised, CONTEXT: in_context}
     body |= {name: wrap(cls, name) for name, wrap in wrapped.items() if hasattr(cls, name)}

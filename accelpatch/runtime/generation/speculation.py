@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from accelpatch.runtime.generation.drafter import Drafter
-from accelpatch.runtime.graphs.batch import DRAFTS, TOKENS, Drafts
 from accelpatch.runtime.graphs.capture import Graph
+from accelpatch.runtime.graphs.drafts import DRAFTS, TOKENS, Drafts
 from accelpatch.runtime.graphs.sampler import Reports
 from accelpatch.runtime.graphs.step import CapturedStep
 

@@ -17,7 +17,7 @@ from accelpatch.report import NO_DRAFTS
 from accelpatch.runtime.generation.drafted_loop import Checked
 from accelpatch.runtime.generation.drafter import PacedDrafter
 from accelpatch.runtime.generation.hosted_drafts import ModelLookup
-from accelpatch.runtime.graphs.batch import DRAFTS, TOKENS
+from accelpatch.runtime.graphs.drafts import DRAFTS, TOKENS
 from accelpatch.runtime.graphs.kv_cache import NotCaptured
 from accelpatch.runtime.graphs.states_check import STATES, StatesCheck
 from accelpatch.runtime.graphs.step import CAPTURE_ERRORS, first_line
@@ -103,8 +103,8 @@ class StatesLookup(ModelLookup):
         logits = self.run.prompt(ids, config, kwargs | {STATES: asked})
         self.run.kwargs.pop(STATES, None)
         run: Any = self.run
-        for place, held in zip(self._wanted, self._pending, strict=True):
-            held.append(run.states[place])
+        for place, pending in zip(self._wanted, self._pending, strict=True):
+            pending.append(run.states[place])
         self.known = StatesDrafter(self._checked, self._generator, ids, kwargs.get("attention_mask"), self)
         self.known.end = self._end
         return logits
@@ -112,7 +112,7 @@ class StatesLookup(ModelLookup):
     def pending(self) -> dict[int, Tensor]:
         """By their index, the hidden states [1, T, K] of the tokens since this was last called, but for the last."""
         self._collect()
-        joined = {place: torch.cat(held, dim=1) for place, held in zip(self._wanted, self._pending, strict=True)}
+        joined = {place: torch.cat(pending, dim=1) for place, pending in zip(self._wanted, self._pending, strict=True)}
         self._pending = [[] for _ in self._wanted]
         return joined
 
@@ -147,8 +147,8 @@ class StatesLookup(ModelLookup):
     def _collect(self) -> None:
         """Keep the hidden states of the last check's places that hold tokens of the text."""
         if self._check is not None and self._places:
-            for held, states in zip(self._pending, self._check.states, strict=True):
-                held.append(states[:, : self._places].clone())
+            for pending, states in zip(self._pending, self._check.states, strict=True):
+                pending.append(states[:, : self._places].clone())
         self._check, self._places = None, 0
 
     def _room(self) -> bool:
@@ -174,10 +174,10 @@ class StatesLookup(ModelLookup):
         return not self._left_off
 
     def _captured(self, run: Any, tokens: int) -> None:
-        key, held = (tokens, tuple(self._wanted)), run.step.states
-        if key not in held:
+        key, checks = (tokens, tuple(self._wanted)), run.step.states
+        if key not in checks:
             if isinstance(self.known, PacedDrafter):
                 self.known.fresh = True
             places, graph = self._checked.drafts.first(tokens), run.runtime.captured.graph(run.step.batch.device)
             with torch.inference_mode(False), torch.no_grad():
-                held[key] = StatesCheck(run.step, places, self._wanted, graph)
+                checks[key] = StatesCheck(run.step, places, self._wanted, graph)

@@ -81,7 +81,10 @@ def tying(stock: Any) -> Any:
         packed = [end for end in ends if isinstance(end, PackedWeight)]
         if PATCHED not in vars(self) or not packed:
             return stock(self, *args, **kwargs)
-        if len({id(end.held) for end in packed}) + len(ends) - len(packed) > 1 and self.config.tie_word_embeddings:
+        if (
+            len({id(end.weight_owner) for end in packed}) + len(ends) - len(packed) > 1
+            and self.config.tie_word_embeddings
+        ):
             raise PatchError(
                 "tie_weights would replace a packed weight; call accelpatch.unpatch(model), tie, and patch again"
             )

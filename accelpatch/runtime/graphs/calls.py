@@ -21,8 +21,7 @@ from accelpatch.errors import FOREIGN, KernelError
 from accelpatch.fusion.spread import device_of
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.operation import is_eager, wants_gradient
-from accelpatch.runtime.graphs.batch import GraphOf
-from accelpatch.runtime.graphs.capture import Graph
+from accelpatch.runtime.graphs.capture import Graph, GraphOf
 from accelpatch.runtime.graphs.masks import no_mask_of_ones, without_full_mask
 from accelpatch.runtime.graphs.step import first_line
 

@@ -96,6 +96,10 @@ class Graph(Protocol):
         """Run the program once on the current stream."""
 
 
+#: captures a program for one device
+GraphOf = Callable[[Callable[[], None]], Graph]
+
+
 class CudaGraph:
     """A CUDA (HIP) graph: kernels recorded once and launched together. Random numbers advance with each replay."""
 

@@ -17,10 +17,11 @@ from torch import Tensor
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.ops.step.step_end import end_step_
-from accelpatch.runtime.graphs.batch import TOKENS, Batch, GraphOf
-from accelpatch.runtime.graphs.capture import Graph
+from accelpatch.runtime.graphs.capture import Graph, GraphOf
+from accelpatch.runtime.graphs.drafts import TOKENS
 from accelpatch.runtime.graphs.model_drafts import ModelDrafts
 from accelpatch.runtime.graphs.sampler import Sampler
+from accelpatch.runtime.graphs.step import Batch
 
 FIRST = 2  # a slot at which programs may be captured over an empty cache
 

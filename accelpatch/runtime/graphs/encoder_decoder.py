@@ -23,9 +23,9 @@ from accelpatch.fusion.cached import Cached
 from accelpatch.fusion.cross_step import STEP, CrossCache, CrossStep
 from accelpatch.runtime.cache_contents import Contents, attach
 from accelpatch.runtime.cache_form import METHODS, why_not
-from accelpatch.runtime.graphs.batch import Batch, GraphOf
+from accelpatch.runtime.graphs.capture import GraphOf
 from accelpatch.runtime.graphs.kv_cache import Lent, NotCaptured
-from accelpatch.runtime.graphs.step import CapturedStep
+from accelpatch.runtime.graphs.step import Batch, CapturedStep
 
 OUTPUTS = "encoder_outputs"
 MASK = "attention_mask"  # of the encoder's inputs, or of its outputs where they have as many tokens
@@ -166,12 +166,12 @@ class Encoded(Lent):
         self.hidden = torch.zeros(rows, source.length, source.size, dtype=dtype, device=device)
         shape = None if source.mask is None else (rows, *source.mask)
         self.mask = None if shape is None else torch.ones(shape, dtype=torch.int64, device=device)
-        held = _tensors(learned.cross, rows, source.length)
-        self.cache = Cache(layers=[CrossLayer(keys, values) for keys, values in held])
+        states = _tensors(learned.cross, rows, source.length)
+        self.cache = Cache(layers=[CrossLayer(keys, values) for keys, values in states])
         hides = learned.hides and self.mask is not None and source.mask == (source.length,)
         self.read: CrossCache | None = None  # for fused layers
-        if isinstance(held, Tensor):
-            self.read = CrossCache(held, self.mask if hides else None)
+        if isinstance(states, Tensor):
+            self.read = CrossCache(states, self.mask if hides else None)
 
     def take(self, cache: Any, given: Mapping[str, Any]) -> CrossContents:
         """Move the keys and values of one of transformers' caches here, and copy what they were made from."""

@@ -56,8 +56,8 @@ class _Calls:
         """Logits after a second token over a static cache whose other slots hold any numbers."""
         slot = torch.ones(1, dtype=torch.int64, device=self._device)
         layers = [CapturedLayer(shape, 1, SLOTS, slot) for shape in shapes_of(cache.self_attention_cache)]
-        for layer, held in zip(layers, cache.self_attention_cache.layers, strict=True):
-            for mine, its in ((layer.keys, held.keys), (layer.values, held.values)):
+        for layer, filled in zip(layers, cache.self_attention_cache.layers, strict=True):
+            for mine, its in ((layer.keys, filled.keys), (layer.values, filled.values)):
                 mine.fill_(unwritten)
                 mine[:, :, :1].copy_(its)
         seen = (torch.arange(SLOTS, device=self._device) < 2).long()[None]

@@ -16,8 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.kernels.hip.binding import weight_prefetch
-from accelpatch.runtime.graphs.batch import GraphOf
-from accelpatch.runtime.graphs.capture import Graph
+from accelpatch.runtime.graphs.capture import Graph, GraphOf
 from accelpatch.runtime.graphs.encoder_decoder import EncoderDecoderStep
 from accelpatch.runtime.graphs.kv_cache import NotCaptured
 from accelpatch.runtime.graphs.step import CAPTURE_ERRORS
@@ -45,8 +44,8 @@ class FilledLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the tokens' states [B, heads, T, size]; returns them."""
         self._length = key_states.shape[2]
-        for held, new in ((self._static.keys, key_states), (self._static.values, value_states)):
-            held[:, :, : self._length].copy_(new)
+        for static, new in ((self._static.keys, key_states), (self._static.values, value_states)):
+            static[:, :, : self._length].copy_(new)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -126,8 +125,8 @@ class CapturedPrompts:
 def begin_caches(cache: Any, step: EncoderDecoderStep) -> None:
     """Initialise the layers of a call's own empty cache, for tokens that lie in the step's."""
     for part, static in zip((cache.self_attention_cache, cache.cross_attention_cache), _caches(step), strict=True):
-        for place, held in enumerate(static.layers):
-            part.update(held.keys[:, :, :0], held.values[:, :, :0], place)
+        for place, layer in enumerate(static.layers):
+            part.update(layer.keys[:, :, :0], layer.values[:, :, :0], place)
     cache.is_updated = dict.fromkeys(range(len(step.cache.layers)), True)
 
 

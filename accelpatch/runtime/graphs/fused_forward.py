@@ -19,12 +19,12 @@ from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.rotary import by_axes, of_one_axis
 from accelpatch.fusion.spread import computes_on
 from accelpatch.kernels.operation import is_eager, wants_gradient
-from accelpatch.models.multimodal import configurations, first_position, is_multimodal, unused_by_steps
+from accelpatch.models.multimodal import configs_of_call, first_position, is_multimodal, unused_by_steps
 from accelpatch.models.multimodal import outputs_of as own_outputs
 from accelpatch.runtime import cache_form
 from accelpatch.runtime.cache_contents import attached
 from accelpatch.runtime.graphs import single_token
-from accelpatch.runtime.graphs.batch import GraphOf
+from accelpatch.runtime.graphs.capture import GraphOf
 from accelpatch.runtime.graphs.prefill import Prompts, ShortPrompt, captured_tokens
 
 FORWARD = "fused forward"
@@ -69,7 +69,7 @@ def _length(given: Mapping[str, Any]) -> int:
 
 def _of_media(model: Any, given: Mapping[str, Any], past: int) -> str | None:
     """Why a call of a multimodal model needs the modules, whose language model runs alone."""
-    own, inner = configurations(model)
+    own, inner = configs_of_call(model)
     for name, unasked in {**UNASKED, HIDDEN_STATES: False, "use_cache": True, "is_causal": True}.items():
         if given.get(name) is None and getattr(own, name, unasked) != getattr(inner, name, unasked):
             return f"configurations that differ in {name}"

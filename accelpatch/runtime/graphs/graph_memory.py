@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from accelpatch.modules.packed_weight import unpacked_once
-from accelpatch.runtime.graphs.batch import GraphOf
-from accelpatch.runtime.graphs.capture import GRAPHS, Graph, new_pool
+from accelpatch.runtime.graphs.capture import GRAPHS, Graph, GraphOf, new_pool
 
 
 class GraphMemory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,10 +30,13 @@ class CapturedLayer(CacheLayerMixin):
     is_compileable = True
     is_sliding = False  # all tokens are kept; the mask hides those outside the window
 
-    def __init__(self, shape: Cached, batch: int, capacity: int, slot: Tensor, form: str = FLOAT):
+    #: [layers, 2, B, heads, capacity, size] of which keys and values are parts, where those of all layers are
+    block: Tensor | None = None
+
+    def __init__(self, shape: Cached, batch: int, capacity: int, slot: Tensor, form: str = FLOAT, made: Any = None):
         super().__init__()
         given: Any = (shape.dtype, shape.device)
-        made: Any = (zeros(form, (batch, shape.heads, capacity, size), *given) for size in shape.sizes)
+        made = made or (zeros(form, (batch, shape.heads, capacity, size), *given) for size in shape.sizes)
         self.keys, self.values = made  # tensors, or what is read and written as they are
         self.dtype, self.device = shape.dtype, shape.device
         self.is_initialized = True
@@ -74,6 +78,25 @@ class CapturedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
 
+def captured_layers(
+    shapes: Sequence[Cached], batch: int, capacity: int, slot: Tensor, form: str = FLOAT
+) -> list[CapturedLayer]:
+    """A layer each; those of several rows in one block, which beam search reorders at once, where all are alike."""
+    first = shapes[0]
+    alike = all((one.heads, one.sizes, one.dtype, one.device) == (first.heads, first.sizes[:1] * 2, first.dtype,
+                first.device) for one in shapes)  # fmt: skip
+    if batch == 1 or form != FLOAT or not alike:
+        return [CapturedLayer(shape, batch, capacity, slot, form) for shape in shapes]
+    sizes = (len(shapes), 2, batch, first.heads, capacity, first.sizes[0])
+    block = torch.zeros(sizes, dtype=first.dtype, device=first.device)
+    layers = [
+        CapturedLayer(shape, batch, capacity, slot, made=tuple(both)) for shape, both in zip(shapes, block, strict=True)
+    ]
+    for layer in layers:
+        layer.block = block
+    return layers
+
+
 class Lent:
     """A static cache in which the contents of one of transformers' caches may lie, of one at a time."""
 
@@ -106,8 +129,8 @@ def grown(capacity: int, longest: int | None) -> int:
 
 def shapes_of(cache: Any) -> tuple[Cached, ...]:
     """What the layers of a filled cache hold."""
-    held = ((window_of(layer), layer.keys, layer.values.shape[3]) for layer in storing(cache))
-    return tuple(Cached(w, k.shape[1], (k.shape[3], size), k.dtype, k.device) for w, k, size in held)
+    found = ((window_of(layer), layer.keys, layer.values.shape[3]) for layer in storing(cache))
+    return tuple(Cached(w, k.shape[1], (k.shape[3], size), k.dtype, k.device) for w, k, size in found)
 
 
 def cache_of(outputs: Any) -> Any:

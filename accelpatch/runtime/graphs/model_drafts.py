@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelpatch.runtime.graphs.batch import DRAFTS, SAMPLERS, TOKENS, Batch, Drafts, GraphOf
-from accelpatch.runtime.graphs.capture import Graph
+from accelpatch.runtime.graphs.capture import Graph, GraphOf
+from accelpatch.runtime.graphs.drafts import DRAFTS, TOKENS, Drafts
 from accelpatch.runtime.graphs.sampler import Sampler, drawn
+from accelpatch.runtime.graphs.step import SAMPLERS, Batch
 
 SIZES = (2, 4, 6, 8)  # tokens of a check, the last one included; fewer drafts than it has places take the next larger
 

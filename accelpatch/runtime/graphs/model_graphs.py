@@ -19,16 +19,16 @@ from accelpatch.fusion.fused_model import FUSED, FusedModel
 from accelpatch.fusion.read_layers import fused_model
 from accelpatch.fusion.spread import computes_on, device_of, several_devices
 from accelpatch.kernels.layouts.kv_states import FLOAT
-from accelpatch.runtime.graphs.batch import Batch, Drafts, GraphOf
 from accelpatch.runtime.graphs.calls import CapturedCalls
-from accelpatch.runtime.graphs.drafts import several_tokens_why_not, verifying
+from accelpatch.runtime.graphs.capture import GraphOf
+from accelpatch.runtime.graphs.drafts import Drafts, several_tokens_why_not, verifying
 from accelpatch.runtime.graphs.encoder_decoder import Encoded, EncoderDecoderStep, Learned, Source
 from accelpatch.runtime.graphs.encoder_decoder_learning import learned_with_encoder
 from accelpatch.runtime.graphs.fused_forward import prompts_of
 from accelpatch.runtime.graphs.graph_memory import GraphMemory
 from accelpatch.runtime.graphs.kv_cache import NotCaptured, learned, shapes_of
 from accelpatch.runtime.graphs.prefill import Prompts
-from accelpatch.runtime.graphs.step import CAPTURE_ERRORS, CapturedStep, first_line
+from accelpatch.runtime.graphs.step import CAPTURE_ERRORS, Batch, CapturedStep, first_line
 
 ENCODER = "an encoder-decoder"
 MODULES = "modules in the captured step: "  # and the reason

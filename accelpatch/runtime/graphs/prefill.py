@@ -22,8 +22,7 @@ from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.fusion.rotary import of_one_axis
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.models.multimodal import is_multimodal, shows_media
-from accelpatch.runtime.graphs.batch import GraphOf
-from accelpatch.runtime.graphs.capture import Graph
+from accelpatch.runtime.graphs.capture import Graph, GraphOf
 from accelpatch.runtime.graphs.step import CapturedStep
 
 FUSED_PROMPT = "fused prefill"
@@ -153,6 +152,6 @@ def prefill(step: CapturedStep, ids: Tensor, kwargs: dict[str, Any], graph: Grap
     whole = positions.contiguous()
     logits = fused.prompt(ids, whole, mask, step.cache, chunk=chunk) if short is None else short(ids, whole)
     logits = logits.to(torch.float32, copy=True)
-    for place, held in enumerate(step.cache.layers):
-        cache.update(held.keys[:, :, :0], held.values[:, :, :0], place)
+    for place, layer in enumerate(step.cache.layers):
+        cache.update(layer.keys[:, :, :0], layer.values[:, :, :0], place)
     return logits

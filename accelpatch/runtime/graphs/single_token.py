@@ -28,8 +28,8 @@ def why_not(fused: FusedModel, ids: Tensor, call: CacheCall) -> str | None:
     elsewhere = fused.spread is None and ids.device != computes_on(fused.embedding)
     if elsewhere or not all(layer.is_initialized for layer in storing(call.cache)):
         return "its cache holds nothing, or lies elsewhere"
-    held = attached(call.cache)
-    if (call.cache if held is None else held.static).layers[0].keys.shape[0] != rows:
+    contents = attached(call.cache)
+    if (call.cache if contents is None else contents.static).layers[0].keys.shape[0] != rows:
         return "its cache is of another number of rows"
     if call.mask is not None and not bool(call.mask[:, -1].all()):
         return "a new token is hidden"

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelpatch.fusion.fused_layer import StepCall
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.spread import ByModule, is_offloaded
-from accelpatch.fusion.static_call import StepCall
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.triton.launch import on_device
-from accelpatch.runtime.graphs.batch import GraphOf
-from accelpatch.runtime.graphs.capture import Graph
+from accelpatch.runtime.graphs.capture import Graph, GraphOf
 
 
 class _Uncaptured:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from accelpatch.fusion.cache_name import CACHE
-from accelpatch.fusion.static_call import StepCall
+from accelpatch.fusion.fused_layer import StepCall
 from accelpatch.kernels.hip.binding import weight_prefetch
-from accelpatch.runtime.graphs.batch import Drafts, GraphOf
-from accelpatch.runtime.graphs.capture import Graph
+from accelpatch.runtime.graphs.capture import Graph, GraphOf
+from accelpatch.runtime.graphs.drafts import Drafts
 from accelpatch.runtime.graphs.step import CapturedStep
 
 STATES = "output_hidden_states"

@@ -2,14 +2,15 @@
 
 The model's program reads the last tokens, slot and positions from the device, runs the fused layers (fused_model.py) or
 else the model's own forward over the static cache, and leaves float32 logits. The sampler's program turns them into the
-next tokens, and into what the host reads of them. Neither synchronises with the host. They are two graphs, so that
-another temperature does not capture the model again.
+next tokens, and into what the host reads of them. All these tensors are a Batch. Neither synchronises with the host.
+They are two graphs, so that another temperature does not capture the model again.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,9 +27,10 @@ from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.layouts.kv_states import FLOAT
 from accelpatch.kernels.ops.step.step_end import end_step_
 from accelpatch.runtime.cache_contents import Contents, attach, copy_slots
-from accelpatch.runtime.graphs.batch import Batch, GraphOf
-from accelpatch.runtime.graphs.capture import Graph
-from accelpatch.runtime.graphs.kv_cache import CapturedLayer, Lent
+from accelpatch.runtime.graphs.capture import Graph, GraphOf
+from accelpatch.runtime.graphs.kv_cache import Lent, captured_layers
+from accelpatch.runtime.graphs.logits_processors import Tables, mark
+from accelpatch.runtime.graphs.sampler import Sampler
 from accelpatch.runtime.graphs.split_step import SplitStep
 
 CAPTURED = "captured step"  # in the report, with their number
@@ -36,7 +38,68 @@ CAPTURED = "captured step"  # in the report, with their number
 # What a model raises when its forward cannot run over a static cache, or asks the host for a number while captured.
 CAPTURE_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, KernelError)
 
+SAMPLERS = 8  # captured samplers that a batch keeps
 GraphOn = Callable[[torch.device], GraphOf]
+
+
+class Batch:
+    """The state of B sequences between decode steps, independent of the KV cache's capacity.
+
+    tokens[B] int64: last token of each row. slot[B]: where the next one is cached. positions[B, 1]. state: the memory
+    of these three. logits[B, V] float32. unfinished[B] bool. report[B + 1] int64: the new tokens, then whether any row
+    goes on. ends, suppressed[V + 1] bool: ids that end a row, and ids suppressed while slot < suppressed_until[1].
+    pad[1]: the token of finished rows. arrived[B] int32: counters that are zero between launches. tables: what logits
+    processors read (logits_processors.py).
+    """
+
+    def __init__(self, rows: int, vocabulary: int, device: torch.device):
+        int64: Any = {"dtype": torch.int64, "device": device}
+        self.rows, self.device = rows, device
+        self.state = torch.zeros(3 * (rows + rows % 2), **int64)
+        self.tokens, self.slot, self.positions = self.views(self.state)
+        self.report = torch.zeros(rows + 1, **int64)
+        self.suppressed_until, self.pad = (torch.zeros(1, **int64) for _ in range(2))
+        self.logits = torch.zeros(rows, vocabulary, dtype=torch.float32, device=device)
+        self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
+        self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.ends, self.suppressed = (torch.zeros(vocabulary + 1, dtype=torch.bool, device=device) for _ in range(2))
+        self.tables: Tables = {}
+        self.drafts: Any = None  # drafts.Drafts, set where the recipe asks for draft tokens
+        self.model_drafts: Any = None  # model_drafts.ModelDrafts, made when a model drafts
+        self._samplers: OrderedDict[Any, Graph] = OrderedDict()
+
+    def views(self, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens, slot and positions in a `state` of this size, each at a multiple of 16 bytes."""
+        rows, room = self.rows, self.rows + self.rows % 2
+        return state[:rows], state[2 * room : 2 * room + rows], state[room : room + rows].view(rows, 1)
+
+    def begin(self, slot: int, positions: Tensor) -> None:
+        """Set the state of rows with `slot` cached tokens each; positions[B, 1], or a shape that broadcasts to it."""
+        self.slot.fill_(slot)
+        self.positions.copy_(positions)
+
+    def begin_sampling(self, sampler: Sampler, slot: int, pad: Tensor | None) -> None:
+        """Set the tensors that the sampler reads, for rows with `slot` cached tokens. Does not wait for the device."""
+        self.unfinished.fill_(True)
+        self.suppressed_until.fill_(sampler.suppressed_until(slot))
+        mark(self.ends, sampler.ends)
+        mark(self.suppressed, sampler.suppressed)
+        sampler.begin_tables(self, slot)
+        if pad is not None:
+            self.pad.copy_(pad.reshape(-1)[:1])
+
+    def graph_of(self, sampler: Sampler, graph: GraphOf) -> Graph:
+        """The captured program of a sampler over this batch. Capturing it leaves the batch's state as it was."""
+        if sampler.key not in self._samplers:
+            kept = [self.tokens.clone(), self.unfinished.clone()]
+            sampler.make_tables(self)
+            self._samplers[sampler.key] = graph(lambda: sampler.next_token(self))
+            self.tokens.copy_(kept[0])
+            self.unfinished.copy_(kept[1])
+            while len(self._samplers) > SAMPLERS:
+                self._samplers.popitem(last=False)
+        self._samplers.move_to_end(sampler.key)
+        return self._samplers[sampler.key]
 
 
 class CapturedStep(Lent):
@@ -61,7 +124,7 @@ class CapturedStep(Lent):
         self.states: dict[Any, Any] = {}  # the same with hidden states: states_check.StatesCheck
         self.drafting: dict[Any, Any] = {}  # of a draft model: its programs (draft_model.py)
         self.exits: dict[int, Any] = {}  # by the number of layers: draft_model.ExitStep
-        self.cache = Cache(layers=[CapturedLayer(shape, batch.rows, capacity, batch.slot, form) for shape in shapes])
+        self.cache = Cache(layers=captured_layers(shapes, batch.rows, capacity, batch.slot, form))
         self.mask = torch.zeros(batch.rows, capacity, dtype=torch.int64, device=batch.device)
         self.prompts: Any = None  # prefill.Prompts, made at the first prompt
         self.over: tuple[Contents | None, CacheCall | None] = None, None  # while it is replayed

@@ -15,18 +15,20 @@ from accelpatch.device import probe
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
+from accelpatch.kernels.layouts.int3_tiles import Int3Tiles
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.layout import WeightArguments
 from accelpatch.kernels.layouts.row_major import FP8
 from accelpatch.kernels.spec import Case, in_precision
-from accelpatch.quant import int4
+from accelpatch.quant import int3, int4
 from tests.support.gemv_reference import wrong
 from tests.support.parity import assert_parity, bits, name, poisoned, strided, transposed
 
 HERE = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="needs a GPU that torch can use")]
 CUDA = torch.device("cuda")
-OPS = ("float_linear", "compact_linear", "int8_linear", "tiled_int4_linear", "fp8_linear")
+INT3, INT4 = "tiled_int3_linear", "tiled_int4_linear"
+OPS = ("float_linear", "compact_linear", "int8_linear", INT3, INT4, "fp8_linear")
 HALVES = (torch.bfloat16, torch.float16)
 PAIRS = [
     pytest.param(op, dtype, id=f"{op}-{name(dtype)}")
@@ -66,6 +68,9 @@ def made(op: str, m: int, n: int, k: int, dtype: torch.dtype, seed: int = 0, gro
         return x, (w * 32 * k**0.5).clamp(-127, 127).to(torch.int8), torch.rand(n, 1, device=CUDA) / 100, bias
     if op == "fp8_linear":
         return x, (50 * k**0.5 * w).clamp(-240, 240).to(rng.choice(FP8)), torch.rand(n, 1, device=CUDA) / 100, bias
+    if op == INT3:
+        kind = rng.choice(({}, {"symmetric": True}, {"zero_point": True}))
+        return x, *Int3Tiles.of(int3.quantize(w, group_size=group, **kind)), bias
     weight = int4.quantize(w, group_size=group, symmetric=rng.random() < 0.4)
     if weight.offset is not None and rng.random() < 0.5:
         weight = weight.replace(offset=torch.randint(0, 16, weight.scale.shape, device=CUDA))
@@ -89,8 +94,8 @@ def test_float_rule(op: str, case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("n, k", [(4096, 11008), (1, 65), (7, 2048), (32000, 576), (100, 4096)], ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_shapes_of_models(op: str, n: int, k: int) -> None:
-    if op == "tiled_int4_linear" and k % 2:
-        n, k = 2, 66
+    if op in (INT3, INT4) and k % 2:
+        n, k = 2, 66 if op == INT4 else 72
     for m in (1, 8, 9, 65):
         args = made(op, m, n, k, torch.bfloat16, seed=m, group=64 if k % 64 == 0 else k)
         assert_parity(op, args, chosen(op, args))
@@ -113,7 +118,7 @@ def test_random_shapes(op: str) -> None:
     rng = random.Random(3)
     for seed in range(1000):
         m, n, group = rng.randint(1, 70), rng.randint(1, 300), rng.choice((32, 64, 128, 256, 512))
-        k = group * rng.randint(1, 9) if op == "tiled_int4_linear" else rng.randint(1, 3000)
+        k = group * rng.randint(1, 9) if op in (INT3, INT4) else rng.randint(1, 3000)
         dtype = torch.bfloat16 if op == "compact_linear" else HALVES[seed % 2]
         args = made(op, m, n, k, dtype, seed, group)
         assert_parity(op, args, chosen(op, args))

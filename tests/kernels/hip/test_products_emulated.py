@@ -32,6 +32,7 @@ INTEGERS = (
     "gemv/gemv_int4.hip",
     "gemv/gemv_int4_32.hip",
     "gemv/gemv_int4_64.hip",
+    "gemv/gemv_int3.hip",
     "gemm/int4_gemm.hip",
 )
 # gfx90a's fp16 does not go through the matrix unit; else it is as gfx942

@@ -99,6 +99,20 @@ class TestSpecials:
         assert not bool(y[3].isfinite().any())
         assert bool(y[[0, 1, *range(4, 20)]].isfinite().all())
 
+    def test_nan_and_infinity_are_those_of_the_reference(self, op: str) -> None:
+        """Also of an offset, of codes whose float is zero and of infinities that cancel."""
+        for kind in ("none", "minimum", "zero_point"):
+            of = int8_args(9, 33, 1280, torch.float32) if op == "int8_linear" else None
+            x, *rest = of or int4_args(9, 33, 1280, DTYPES[0], 128, kind)
+            x = x.to(DTYPES[0])
+            x[1, 100], x[2, 7], x[2, 900], x[3, 3] = (float(one) for one in ("inf", "inf", "-inf", "nan"))
+            with dispatch.forced(NAME):
+                y: Any = dispatch.kernel(op).op(x, *rest)
+            wanted: Any = dispatch.kernel(op).reference(x.float(), *rest)
+            for same in (torch.isnan, torch.isposinf, torch.isneginf):
+                assert torch.equal(same(y), same(wanted)), (kind, same)
+            assert not bool(y[1:4].isfinite().any())
+
     def test_a_row_depends_on_no_other_and_on_no_run(self, op: str) -> None:
         args = (int8_args if op == "int8_linear" else int4_args)(20, 100, 2048, DTYPES[0])
         with dispatch.forced(NAME):

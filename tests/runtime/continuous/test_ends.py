@@ -14,6 +14,7 @@ import torch
 
 import accelpatch
 from accelpatch.errors import PatchError
+from accelpatch.kernels.cpu.openmp import openmp
 from accelpatch.runtime.code_watch import CodeWatch
 from tests.runtime.continuous.test_families import NEW, agrees, options
 from tests.runtime.continuous.test_requests import ASKED, made, tokens
@@ -129,3 +130,28 @@ def test_calls_one_after_another_do_not_keep_a_manager_waiting() -> None:
     for thread in (*threads, begin):
         thread.join()
     assert not waits
+
+
+@pytest.mark.skipif(openmp() is None, reason="torch's OpenMP runtime is not found")
+def test_torchs_threads_rest_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU what a manager's thread does between calls runs on that thread alone, and a call gets all threads."""
+    model, between, within, threads = made("exact"), list[int](), list[int](), torch.get_num_threads()
+    manager = model.init_continuous_batching(**{key: one for key, one in options().items() if key != "warmup"})
+    inner = type(manager)._run_generation_loop
+
+    def loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        between.append(torch.get_num_threads())
+        return inner(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(manager), "_run_generation_loop", loop)
+    handle = model.model.norm.register_forward_pre_hook(lambda *_: within.append(torch.get_num_threads()) or None)
+    torch.set_num_threads(2)
+    try:
+        manager.start()
+        manager.add_request(ASKED[0], max_new_tokens=NEW)
+        assert manager.get_result(timeout=60) is not None
+        manager.stop()
+    finally:
+        torch.set_num_threads(threads)
+        handle.remove()
+    assert (between, set(within)) == ([1], {2})

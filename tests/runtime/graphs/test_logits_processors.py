@@ -14,8 +14,8 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from accelpatch.runtime.graphs.batch import Batch
 from accelpatch.runtime.graphs.sampler import Sampler, Unknown
+from accelpatch.runtime.graphs.step import Batch
 from tests.support.encoder_decoders import StrictGraph
 
 WORDS, TIMES = 20, 30  # ids of words with the end last; of timestamps, behind <|notimestamps|>

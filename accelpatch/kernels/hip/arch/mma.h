@@ -61,6 +61,7 @@ template <class F, class T> struct StageScaledSums : FloatSums<F, T> {
     const float* scales[COUNT];  // of the sums' rows
     int staged_from = 0;         // the step that `step` of multiply_stage counts from
     DEVICE void of_tile(const GemvArgs& a, int tile) {
+        if (SHARED_STAGES) return;
         const int64_t stages = (a.k + F::KSTEP * PAIR<F> - 1) / (F::KSTEP * PAIR<F>);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
@@ -74,7 +75,9 @@ template <class F, class T> struct StageScaledSums : FloatSums<F, T> {
     DEVICE void multiply_stage(const Slot<F> (&now)[PAIR<F>], const typename Base::Place& place, int step) {
         float scale[COUNT];
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) scale[i] = scales[i][(staged_from + step) / PAIR<F>];
+        for (int i = 0; i < COUNT; ++i)
+            scale[i] = SHARED_STAGES ? bits_to_float(now[0].scale[Base::half(i) & 1])
+                                     : scales[i][(staged_from + step) / PAIR<F>];
         Base::zero();
         Base::template multiply_stage<BF16_SCALES>(now, place, step);
         Base::finish();

@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(
         if (threadIdx.x < MBARRIERS<F>) init_mbarrier(memory.mbarriers()[threadIdx.x]);
         cluster_arrive();
         Flow stream(a, plan, here.wk, here.own_tile,
-            shared + plan.stages_at + here.warp * DEPTH * Flow::STAGE_BYTES + lane_id() * 16);
+            shared + plan.stages_at + here.warp * DEPTH * STREAM_STAGE_BYTES<F> + lane_id() * 16);
         const Part<F> part(plan, here.rank, memory.mbarriers() + WARPS);
         Stager stager(a, plan, shared, part);
         cluster_wait();

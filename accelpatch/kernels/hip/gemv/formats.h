@@ -145,7 +145,41 @@ template <int GROUPS_, int KIND> struct Int4 {
     }
 };
 
-// The same tiles with codes of a codebook, the limbs of which have products of their own.
+// int3 weights in tiles of 16 rows by 128 values, 768 bytes: of (row r, quarter t) two words at (4 (r % 8) + t) * 16 +
+// r / 8 * 8 and a third at 512 + (4 (r % 8) + t) * 8 + r / 8 * 4. Scales, and which values are a lane's, as of int4.
+// Bytes of the operands are 32 (u - 4), a code in the upper three bits; of the eight operands the first two words have
+// those of two each in their upper and middle three bits, and so has the third of operands 4 and 5. The lower two bits
+// are those of operands 6 and 7, whose upper bits are the lowest two of the third word.
+template <int GROUPS_, int KIND> struct Int3 {
+    static constexpr bool QUANTIZES = true, TILED = true, SPLIT = false, INTERLEAVED = true;
+    static constexpr int KSTEP = 128, PARTS = 4, GROUPS = GROUPS_, OFFSET = KIND, STEP_BYTES = 768, VALUE_BITS = 3;
+    static constexpr float CODE_STEP = 1.f / 32;
+    static constexpr DEVICE int order(int e) { return e / 2 + e % 2 * 4; }
+    static DEVICE uint32_t high(uint32_t w) { return w & 0xe0e0e0e0u; }
+    static DEVICE uint32_t middle(uint32_t w) { return w << 3 & 0xe0e0e0e0u; }
+    static DEVICE uint32_t low(uint32_t w, uint32_t third) { return (w << 5 & 0x60606060u) | (third & 0x80808080u); }
+    static DEVICE Words4 expand(const Words4& raw, int half) {
+        if (half == 0) return {high(raw.x), middle(raw.x), high(raw.y), middle(raw.y)};
+        return {high(raw.z), middle(raw.z), low(raw.x, raw.z << 7), low(raw.y, raw.z << 6)};
+    }
+    static DEVICE float rest(float scale, float offset) {
+        return fmaf(4.f, scale, KIND == OFFSET_MINIMUM ? offset : -scale * offset);
+    }
+    static DEVICE float value(const char* tile, int r, int k, float scale, float offset) {
+        const char* step = tile + k / KSTEP * STEP_BYTES;
+        const int place = 4 * (r & 7) + k / 8 % 4, e = k % 4 * 2 + k / 4 % 2;
+        const auto* two = reinterpret_cast<const uint32_t*>(step + place * 16 + (r & 8));
+        const uint32_t third = *reinterpret_cast<const uint32_t*>(step + 512 + place * 8 + (r & 8) / 2);
+        const Words4 operands = expand({two[0], two[1], third, 0u}, k / 64 % 2);
+        const float code =
+            static_cast<float>((word_of(operands, k / 32 % 2 * 2 + e / 4) >> (8 * (e % 4) + 5) & 7u) ^ 4u);
+        if (KIND == OFFSET_MINIMUM) return fmaf(code, scale, offset);
+        return (code - (KIND == OFFSET_NONE ? 4.f : offset)) * scale;
+    }
+};
+template <class F> constexpr bool THREE_BITS = F::VALUE_BITS == 3;
+
+// The tiles of int4 with codes of a codebook, the limbs of which have products of their own.
 template <int GROUPS_, int KIND> struct Codebook4 {
     using Book = CodebookOf<KIND>;
     static constexpr bool QUANTIZES = true, TILED = true, SPLIT = false, INTERLEAVED = true;

@@ -77,7 +77,7 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form
 #if defined(LOW_RANK)
     p.low_at = layout.reserve(LOW_TOKENS * 4 * ((BLOCKS_MEET ? a.ranks : 0) + THREADS / 32));
 #endif
-    p.stages_at = layout.reserve(SHARED_STAGES ? int64_t(depth) * PAIR<F> * SLOT_BYTES<F> * WARPS : 0);
+    p.stages_at = layout.reserve(SHARED_STAGES ? int64_t(depth) * STREAM_STAGE_BYTES<F> * WARPS : 0);
     return layout.bytes;
 }
 

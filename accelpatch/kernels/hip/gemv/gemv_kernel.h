@@ -87,7 +87,7 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
     const int warp = threadIdx.x / WARP_SIZE, wk = warp & (WK - 1), wn = warp >> plan.warps_shift;
     using Flow = Stream<F, DEPTH>;
     Flow stream(a, plan, wk, tile_of<F>(plan, 0, wn),
-        shared + plan.stages_at + warp * DEPTH * Flow::STAGE_BYTES + lane_id() * 16);
+        shared + plan.stages_at + warp * DEPTH * STREAM_STAGE_BYTES<F> + lane_id() * 16);
     constexpr bool COMMON = DEPTH > SHALLOW;
     using Stager = typename Sums::template Stager<COMMON>;
     Stager stager(a, plan, shared);

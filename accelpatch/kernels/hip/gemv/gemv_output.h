@@ -106,7 +106,7 @@ DEVICE float unbounded_sum(
     const float mean = a.norm ? norms.mean(token) : 0.f, factor = a.norm ? norms.scale(token) : 0.f;
     const int64_t sets = scale_sets<F>(a, plan);
     const char* row = static_cast<const char*>(a.w);
-    if (F::TILED) row += int64_t(tile) * plan.steps * F::STEP_BYTES + r * 64;
+    if (F::TILED) row += int64_t(tile) * plan.steps * F::STEP_BYTES + (THREE_BITS<F> ? 0 : r * 64);
     else row += min(weight_row(a, tile, r), a.n - 1) * row_bytes<F>(a);
     float sum = 0.f;
     bool found = false;
@@ -129,7 +129,8 @@ DEVICE float unbounded_sum(
                 if (TABLES<F> > 1) offset = table_value(word(a.offset), r / 8, a.scale_is_bf16);
             }
         }
-        sum += x * F::value(row, k, scale, offset);
+        if constexpr (THREE_BITS<F>) sum += x * F::value(row, r, k, scale, offset);
+        else sum += x * F::value(row, k, scale, offset);
     }
     return found ? sum : none;
 }

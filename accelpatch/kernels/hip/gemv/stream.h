@@ -1,7 +1,7 @@
 // The weights' way to the matrix unit: a multi-stage buffer for each warp alone, so that no barrier guards it. On
 // NVIDIA asynchronous copies into shared memory; on AMD registers, one stage ahead.
 #pragma once
-#include "weight_tiles.h"
+#include "three_bits.h"
 
 // One lane's stream of weights: its warp's stages of tile after tile. No branch is taken but for the end of a tile and
 // where there is none. Half of the multi-stage buffer is asked for at once (in clusters one stage of int4's deep one,
@@ -22,8 +22,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
     static constexpr bool SHARED_TABLES = SHARED_STAGES && F::GROUPS > 0;
     static_assert(!SHARED_TABLES || PAIR<F> * TABLES<F> * 8 <= WARP_SIZE, "a piece a lane");
     using Stage = Slot<F>[PAIR<F>];
-    static constexpr int STAGE_BYTES = PAIR<F> * SLOT_BYTES<F>, TABLES_AT = PAIR<F> * WEIGHT_BYTES<F>,
-                         ROW_TABLES = PAIR<F> * TABLES<F> * F::GROUPS;
+    static constexpr int TABLES_AT = PAIR<F> * WEIGHT_BYTES<F>, ROW_TABLES = PAIR<F> * TABLES<F> * F::GROUPS;
     const GemvArgs& a;
     const GemvPlan& plan;
     const int first, stride;  // the warp's first stage in a tile, and from one to the next, in steps
@@ -35,8 +34,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
     char* stage_buffer;  // this lane's place in it
     int slot = 0;        // bytes from there to the next stage's
     Slot<F> held[SHARED_STAGES ? 1 : PAIR<F>];
-    // More scales than registers hold ahead.
-    static constexpr bool LATE = !SHARED_STAGES && Slot<F>::WORDS * TABLES<F> > 16;
+    static constexpr bool LATE = !SHARED_STAGES && Slot<F>::WORDS * TABLES<F> > 16;  // more than registers hold ahead
     const char* tables;
     int64_t set_at[PAIR<F>];  // in a stack, of the next stage
 
@@ -56,7 +54,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
                       chunk = LINES ? lane_id() % 8 : fragment_quarter();
             if constexpr (F::TILED) {
                 row[h] = static_cast<const char*>(a.w) + (STACKED<F> ? 0 : int64_t(tile) * plan.steps * F::STEP_BYTES) +
-                         (4 * r + fragment_quarter()) * 16;
+                         (THREE_BITS<F> ? pair_place(r) : (4 * r + fragment_quarter()) * 16);
             } else {
                 rows[h] = int(weight_row(a, tile, r));
                 row[h] = static_cast<const char*>(a.w) + rows[h] * row_bytes<F>(a) + chunk * RUN_BYTES;
@@ -75,8 +73,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
         if constexpr (K_TILED && LINES && F::QUANTIZES) ahead();
         return DEPTH - PREFETCHED;
     }
-    // Lines of the stages behind those of the multi-stage buffer into L2, a row a lane: memory would rest while
-    // activations are staged. Where K comes in K tiles, not all of them are the ones that come next.
+    // Lines of stages to come into L2, a row a lane: memory would rest while activations are staged.
     DEVICE void ahead() const {
         constexpr int STAGES = 4;
         const int left = (k_tile_end() - step + stride - 1) / stride;  // stages of this K tile
@@ -132,12 +129,14 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
             if constexpr (LATE) tables = table(0);
             else load_tables(into, there, second);
         }
+        copy_stage_scales<F>(a, plan, into + TABLES_AT - lane_id() * 16, tile, step, there);
         commit_stage();
         advance();
     }
     DEVICE void commit_stage() {
         commit_copies();
-        if (SHARED_STAGES) slot = slot + STAGE_BYTES == DEPTH * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
+        if (SHARED_STAGES)
+            slot = slot + STREAM_STAGE_BYTES<F> == DEPTH * STREAM_STAGE_BYTES<F> ? 0 : slot + STREAM_STAGE_BYTES<F>;
     }
     DEVICE const char* table(int u) const {
         return scale + (STACKED<F> ? u ? set_at[PAIR<F> - 1] : set_at[0] : int64_t((step + u) >> a.group_shift)) *
@@ -185,6 +184,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
     DEVICE void copy(char* into, bool there, bool second) {
         const int64_t at = int64_t(step) * F::STEP_BYTES;
         const int left = room();
+        if constexpr (THREE_BITS<F>) return copy_three_bits<F>(into, held, row[0] + at, there, second);
         if constexpr (SHARED_STAGES && F::TILED && PAIR<F> == 2) {
             const char* from = row[0] + at;
             if constexpr (COMPACT<F>) {
@@ -266,10 +266,12 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
         }
         if constexpr (SHARED_TABLES)
             read_tables(now, stage_buffer + slot + TABLES_AT + (lane_id() >> 2) * ROW_TABLES * 4 - lane_id() * 16);
+        read_stage_scales(now[0], stage_buffer + slot + TABLES_AT - lane_id() * 16);
         if (LINES || SHARED_TABLES) warp_sync();  // before others' places take new ones
         prefetch();
     }
     static DEVICE void read(Slot<F>& out, const char* from) {
+        if constexpr (THREE_BITS<F>) return read_three_bits<F>(out, from);
 #pragma unroll
         for (int h = 0; h < ROWS_PER_LANE; ++h)
             out.w[h] = *reinterpret_cast<const Words4*>(from + h * (LINES ? WEIGHT_BYTES<F> : WARP_SIZE * 16));

@@ -4,16 +4,19 @@
 
 template <class F> constexpr int SCALE_BYTES = 4 * F::GROUPS;                         // a row pair and step
 template <class F> constexpr int TABLES = F::GROUPS ? 1 + two_tables(F::OFFSET) : 0;  // scales, offsets
-template <class F> constexpr int WEIGHT_BYTES = COMPACT<F> ? F::STEP_BYTES : 1024;    // a warp and step
+template <class F> constexpr int WEIGHT_BYTES = COMPACT<F> || THREE_BITS<F> ? F::STEP_BYTES : 1024;  // a warp and step
 template <class F> constexpr int TABLE_BYTES = 8 * SCALE_BYTES<F>;                    // of a tile and step
 template <class F> constexpr int SLOT_BYTES = WEIGHT_BYTES<F> + TABLE_BYTES<F> * TABLES<F>;
+// Of a stage in shared memory: the scales of its 16 rows, where a stage has scales.
+template <class F> constexpr int STAGE_SCALE_BYTES = SHARED_STAGES && STAGE_SCALES<F> ? 64 : 0;
 
 // Neighbouring steps of K in a stage: two at once hide each other's latencies, where registers hold their scales.
 template <class F> constexpr int PAIR = F::GROUPS * SCALE_PAIRS * TABLES<F> > 8 ? 1 : 2;
+template <class F> constexpr int STREAM_STAGE_BYTES = PAIR<F> * SLOT_BYTES<F> + STAGE_SCALE_BYTES<F>;
 
 // What a lane holds of one step.
 template <class F> struct Slot {
-    static constexpr int WORDS = F::GROUPS ? F::GROUPS * SCALE_PAIRS : 1;
+    static constexpr int WORDS = F::GROUPS ? F::GROUPS * SCALE_PAIRS : STAGE_SCALES<F> ? 2 : 1;
     Words4 w[ROWS_PER_LANE];
     uint32_t exponents[COMPACT<F> ? 2 * ROWS_PER_LANE : 1];  // two words a row
     uint32_t scale[WORDS], offset[WORDS];
@@ -33,6 +36,20 @@ DEVICE int64_t weight_row(const GemvArgs& a, int tile, int r) {
     if (a.activation != ACT_SILU_GATE) return int64_t(tile) * 16 + r;
     const int64_t half = a.n / 2, at = int64_t(tile) * 8 + (r & 7);
     return at < half ? at + (r >> 3) * half : a.n;
+}
+// Scales of a stage, one for each of its 16 rows, into the multi-stage buffer, a row a lane; and those of a lane's rows
+// from there. Nothing where a stage has none, or registers hold it.
+template <class F>
+DEVICE void copy_stage_scales(const GemvArgs& a, const GemvPlan& plan, char* into, int tile, int step, bool there) {
+    if constexpr (STAGE_SCALE_BYTES<F> > 0) {
+        if (lane_id() >= 16) return;
+        const int64_t stages = (plan.steps + PAIR<F> - 1) / PAIR<F>, row = min(weight_row(a, tile, lane_id()), a.n - 1);
+        stream_copy<4>(into + lane_id() * 4, static_cast<const float*>(a.scale) + row * stages + step / PAIR<F>, there);
+    }
+}
+template <class F> DEVICE void read_stage_scales(Slot<F>& slot, const char* from) {
+    if constexpr (STAGE_SCALE_BYTES<F> > 0)
+        for (int h = 0; h < 2; ++h) slot.scale[h] = *reinterpret_cast<const uint32_t*>(from + fragment_row(h) * 4);
 }
 template <class F> DEVICE int64_t row_bytes(const GemvArgs& a) { return a.k * F::VALUE_BITS / 8; }
 template <class F> DEVICE int64_t scale_sets(const GemvArgs& a, const GemvPlan& plan) {

@@ -14,6 +14,7 @@ from accelpatch.kernels import dispatch
 from accelpatch.kernels.layouts.compact_tiles import CompactTiles
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.gguf_blocks import GgufBlocks
+from accelpatch.kernels.layouts.int3_tiles import Int3Tiles
 from accelpatch.kernels.layouts.int4_tiles import Tiles
 from accelpatch.kernels.layouts.layout import Layout
 from accelpatch.kernels.layouts.row_major import FP8, Fp8Rows, Int3Rows, Int4Rows, Int8Rows, Plain, RowMajor
@@ -31,6 +32,7 @@ from accelpatch.kernels.ops.linear import (
     int8_embedding,
     int8_linear,
     packed_linear,
+    tiled_int3_linear,
     tiled_int4_linear,
     w8a8_linear,
     w8a8_packed,
@@ -116,7 +118,10 @@ LINEARS: Mapping[type, LinearOf] = {
     Int4Rows: LinearOf(
         int4_linear.int4_linear, dense=int4_linear.dense, packed=Pack.of, tiles=tiled_int4_linear.tiles_for
     ),
-    Int3Rows: LinearOf(int3_linear.int3_linear, dense=int3_linear.dense, packed=Pack.of),
+    Int3Rows: LinearOf(
+        int3_linear.int3_linear, dense=int3_linear.dense, packed=Pack.of, tiles=tiled_int3_linear.tiles_for
+    ),
+    Int3Tiles: LinearOf(tiled_int3_linear.tiled_int3_linear),
     W8A8Rows: LinearOf(
         w8a8_linear.w8a8_linear,
         gated={"triton": _gated_w8a8},

@@ -162,7 +162,14 @@ def cases() -> list[Case]:
 
     sizes = [(m, n, k, bias) for m, n, k, _, bias in common.SIZES]
     rows = [case(*size, FP8[i % 2]) for i, size in enumerate((*sizes, (5, 33, 65, True)))]
-    blocks = ((1, 576, 300, True), (7, 33, 128, False), (8, 65, 1152, False), (40, 130, 576, True), (0, 5, 260, True))
+    blocks = (
+        (1, 576, 300, True),
+        (7, 33, 128, False),
+        (8, 65, 1152, False),
+        (40, 130, 576, True),
+        (70, 33, 300, True),
+        (0, 5, 260, True),
+    )
     return rows + [case(*size, FP8[0], blocks=True) for size in blocks]
 
 

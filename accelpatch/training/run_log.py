@@ -22,7 +22,7 @@ LINES = 20  # that a run prints, about, besides those of evaluations
 KEPT = ("loss", "eval_loss", "learning_rate", "grad_norm")
 
 
-class Watch(TrainerCallback):
+class RunLog(TrainerCallback):
     """Draws the bar, prints and writes the log, marks whole checkpoints, and stops at a loss that is not finite.
 
     say: prints a line. main: whether this is the process that shows and writes, of several that train together.

@@ -1,0 +1,76 @@
+"""Tensor parallel on two GPUs by NCCL and over peer memory: a split model beside the whole one, in captured steps."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.gpu_rank_jobs import CASES, NEW, WAYS
+
+ROOT = Path(__file__).parents[2]
+RANKS = 2
+APART = 2e-5  # of logits in float32, relative to the largest
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")]
+
+
+def ended(job: str, folder: Path) -> tuple[list[int], list[str], float]:
+    """Statuses, what the ranks wrote to standard error, and seconds of a job whose ranks nobody watches."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    given = {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
+    begun = time.monotonic()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.gpu_rank_jobs", job, str(folder)], cwd=ROOT, text=True,
+            env=os.environ | given | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE,
+        )
+        for rank in range(RANKS)
+    ]  # fmt: skip
+    try:
+        errors = [one.communicate(timeout=240)[1] for one in ranks]
+    finally:
+        for one in ranks:
+            one.kill()
+    return [one.returncode for one in ranks], errors, time.monotonic() - begun
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    statuses, errors, _ = ended("alike", folder)
+    assert statuses == [0] * RANKS, errors
+    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("way", WAYS)
+def test_like_the_whole(found: list[dict[str, Any]], way: str, case: str) -> None:
+    if isinstance(found[0][way], str):
+        pytest.skip(found[0][way])
+    every = [one[way][case] for one in found]
+    assert every[0]["apart"] < APART
+    assert every[0]["tokens"] == every[0]["due"]
+    for one in every:
+        assert one["bits"] == every[0]["bits"]
+        assert one["tokens"] == one["again"] == every[0]["tokens"]
+        assert one["captured"] == 2 * (NEW - 1), one["paths"]
+    assert "(nccl" in every[0]["report"]
+    assert ("one-shot" in every[0]["report"]) == (way == "one_shot")
+
+
+def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+    statuses, errors, seconds = ended("killed", tmp_path)
+    assert statuses[1] == 7, errors
+    assert statuses[0] != 0
+    assert "rank 1 has ended: its process is gone" in errors[0]
+    assert seconds < 120  # with the imports and the first capture
