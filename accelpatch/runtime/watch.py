@@ -83,9 +83,7 @@ class Watch:
         own = written_by_forward(modules)
         self._written = [tensor for tensor in self._tensors if _counts_writes(tensor) and id(tensor) not in own]
         self._versions = list(map(_version, self._written))
-        self._quantised = [module for module in quantised_in(model) if not is_offloaded(module)]
-        self._layouts = [module.own_layout for module in self._quantised]
-        self._experts = [(module, module.layouts) for module in modules if isinstance(module, QuantizedExperts)]
+        self._layouts = layouts_of(model, modules)
         self._adapters = [module for module in modules if is_adapter(module)]
         self._switches, self._flags = grouped(switch_places(self._adapters)), grouped(flag_places(model))
         self._switched = deepcopy(values_of(self._switches))
@@ -117,8 +115,7 @@ class Watch:
             or not all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._held))
             or list(map(Tensor.data_ptr, self._tensors)) != self._pointers
             or list(map(_version, self._written)) != self._versions
-            or not all(map(is_, map(attrgetter("own_layout"), self._quantised), self._layouts))
-            or any(module.layouts is not held for module, held in self._experts)
+            or any(vars(module)[name] is not layout for module, name, layout in self._layouts)
             or values_of(self._plain) != self._values
             or any(implementation(config) != name for config, name in self._implementations)
         )
@@ -134,6 +131,13 @@ class Watch:
     def flags(self) -> list[Any]:
         """Plain values that a captured step relies on: scalings, switches, the attention implementation."""
         return values_of(self._flags)
+
+
+def layouts_of(model: Any, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
+    """(module, attribute, what it holds) of the packed weights of linear layers and of experts, offloaded ones aside."""
+    linears = [module for module in quantised_in(model) if not is_offloaded(module)]
+    experts = [module for module in modules if isinstance(module, QuantizedExperts)]
+    return [(one, "own_layout", one.own_layout) for one in linears] + [(one, "layouts", one.layouts) for one in experts]
 
 
 def configurations(model: Any) -> tuple[Any, ...]:
