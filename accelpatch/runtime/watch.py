@@ -134,7 +134,7 @@ class Watch:
 
 
 def layouts_of(model: Any, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
-    """(module, attribute, what it holds) of the packed weights of linear layers and of experts, offloaded ones aside."""
+    """(module, attribute, what it holds) of packed weights of linear layers and experts, offloaded ones aside."""
     linears = [module for module in quantised_in(model) if not is_offloaded(module)]
     experts = [module for module in modules if isinstance(module, QuantizedExperts)]
     return [(one, "own_layout", one.own_layout) for one in linears] + [(one, "layouts", one.layouts) for one in experts]

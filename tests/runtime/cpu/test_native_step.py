@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 import accelpatch
 from accelpatch.device import probe
 from accelpatch.kernels.compiling import libraries
+from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.cpu.native_step import NATIVE
 from accelpatch.runtime.generation.patched_model import RUNTIME
 from tests.support.simulated import assert_float_rule, simulated
@@ -31,9 +32,10 @@ SPARSE = ["mixtral", "qwen3_moe", "gpt_oss"]
 MODULES = ["phi3", "opt", "gpt2", "gpt_neox", "bloom", "falcon", "olmoe"]
 MODELS = {**CAUSAL, **EXPERTS}
 STEPS = 64
+MXFP4 = parse("extends: int8\nrules:\n  - name: experts\n    replace: mxfp4_experts\n    options: {}\n")
 
 
-def patched(name: str, recipe: str = "int8") -> nn.Module:
+def patched(name: str, recipe: Any = "int8") -> nn.Module:
     return accelpatch.patch(MODELS[name].make(), recipe, verify=False)
 
 
@@ -77,12 +79,12 @@ def test_logits_of_64_steps(name: str, recipe: str) -> None:
 
 
 @pytest.mark.each_value
-@spread("name, recipe", SPARSE, ["int8", "int4"])
-def test_logits_of_64_steps_with_experts(name: str, recipe: str) -> None:
+@spread("name, recipe", SPARSE, {"int8": "int8", "int4": "int4", "mxfp4": MXFP4})
+def test_logits_of_64_steps_with_experts(name: str, recipe: Any) -> None:
     hold_64_steps(name, recipe)
 
 
-def hold_64_steps(name: str, recipe: str) -> None:
+def hold_64_steps(name: str, recipe: Any) -> None:
     original, batch = MODELS[name].make(), padded_batch()
     plan = accelpatch.plan(original, recipe)
     exact = decode_alone(simulated(original, plan, torch.float64), batch, STEPS)
