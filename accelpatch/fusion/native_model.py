@@ -18,9 +18,11 @@ from accelpatch.fusion.cached import Cached, cached_by
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.decoder import Decoder, decoder_of
 from accelpatch.fusion.layer_description import LayerDescription, plain_why_not
+from accelpatch.fusion.native_experts import step_experts
 from accelpatch.fusion.spread import OFFLOADED, is_offloaded
-from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, NormWeight, Sizes, StepShape, why_not_layer
+from accelpatch.kernels.cpu.decode_step import DecodeStep
 from accelpatch.kernels.cpu.native_library import ACTIVATIONS, LINEARS
+from accelpatch.kernels.cpu.step_weights import LayerWeights, NormWeight, Sizes, StepShape, why_not_layer
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.pack_adapters import PackAdapters
 from accelpatch.kernels.layouts.pack_tensors import in_one_block, is_one_block
@@ -122,10 +124,6 @@ def form_why_not(layer: LayerDescription, decoder: Decoder) -> str | None:
         return "its rotary embedding or the norms of q and k have another form than those of the native step"
     if (decoder.embedding_multiplier, decoder.logit_divisor) != (1.0, 1.0):
         return "the native step has no multiplier of embeddings or logits"
-    if layer.sparse is not None:
-        return "the native step has no experts: they run as modules"
-    if attention.sinks is not None:
-        return "the native step has no sinks in its softmax"
     if "gate_up_proj" in layer.roles:
         return "gate and up are one linear layer"
     if "qkv_proj" in layer.roles:
@@ -134,7 +132,9 @@ def form_why_not(layer: LayerDescription, decoder: Decoder) -> str | None:
         return "its rotary frequencies change with the length"
     if rotary.fraction(attention.module.config) < 1:
         return "its rotary embedding covers only a part of each head"
-    return None if layer.activation in ACTIVATIONS else f"the native step has no activation {layer.activation}"
+    if layer.sparse is not None or layer.activation in ACTIVATIONS:
+        return None
+    return f"the native step has no activation {layer.activation}"
 
 
 def sizes_why_not(attention: AttentionDescription, hidden: int, rotated: int, sizes: Sizes) -> str | None:
@@ -172,8 +172,9 @@ def layer_weights(layer: LayerDescription, shape: StepShape, ropes: Sequence[str
     attention = layer.attention
     assert attention is not None
     parts = (*layer.qkv, *layer.output, *layer.inner, *layer.last)
-    linears = {name: adapted(part) for name, part in zip(LINEARS, parts, strict=True)}
-    sizes = {name: (pack.n, pack.k) for name, pack in linears.items()}
+    experts = None if layer.sparse is None else step_experts(layer)
+    linears = {name: adapted(part) for name, part in zip(LINEARS, parts, strict=experts is None)}
+    sizes = {name: (pack.n, pack.k) for name, pack in linears.items()} | ({} if experts is None else experts.sizes)
     if reason := sizes_why_not(attention, shape.hidden, shape.head_dim, sizes):
         raise CannotFuse(reason)
     names = {NORMS.get(place, place): norm for place, norm in layer.norms.items()}
@@ -184,10 +185,14 @@ def layer_weights(layer: LayerDescription, shape: StepShape, ropes: Sequence[str
         due = shape.head_dim if name in ("q_norm", "k_norm") else shape.hidden
         if tuple(norm.weight.shape) != (due,):
             raise CannotFuse(f"its {name} is over {list(norm.weight.shape)}, not {due}")
-    return LayerWeights(
-        linears, norms, layer.activation, attention.scaling, attention.window,
-        ropes.index(attention.layer_type) if len(ropes) > 1 else 0, attention.score_cap,
+    made = LayerWeights(
+        linears, norms, layer.activation if experts is None else layer.experts.form.activation, attention.scaling,
+        attention.window, ropes.index(attention.layer_type) if len(ropes) > 1 else 0, attention.score_cap,
+        None if attention.sinks is None else attention.sinks.detach().float(), experts,
     )  # fmt: skip
+    if reason := made.why_not(shape.hidden, shape.head_dim):
+        raise CannotFuse(reason)
+    return made
 
 
 def norm_weight(norm: nn.Module) -> NormWeight:

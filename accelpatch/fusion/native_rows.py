@@ -12,10 +12,12 @@ from torch.nn import functional
 
 from accelpatch.fusion.native_model import NativeModel
 from accelpatch.kernels.cpu import linear as cpu_linear
-from accelpatch.kernels.cpu.decode_step import LayerWeights, NormWeight
 from accelpatch.kernels.cpu.native_library import ACTIVATIONS, DENSE, PLAIN, check, native, pointer, threads
+from accelpatch.kernels.cpu.step_weights import LayerWeights, NormWeight
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.ops.attention.paged_attention import by_cpu
+from accelpatch.kernels.ops.experts.choose_experts import choose_experts
+from accelpatch.kernels.ops.experts.packed_experts import packed_experts
 from accelpatch.modules.paged_cache import PagedCache
 
 Tables = list[tuple[Tensor, Tensor]]  # cosines and sines [T, D / 2] of each kind of rotary frequencies
@@ -54,11 +56,19 @@ def _layer(
             part.copy_(_normed(norms[name], part.view(-1, size), None)[0].view_as(part))
         _rotate_(part, *tables[layer.rope])
     held = cache.of(place)
-    y = by_cpu(q, k, v, held.keys, held.values, held.rows, layer.scale, layer.window, layer.softcap)
+    y = by_cpu(q, k, v, held.keys, held.values, held.rows, layer.scale, layer.window, layer.softcap, layer.sinks)
     x, pending = _added(norms.get("after_attention_norm"), _linear(y.view(len(x), -1), linears["o"]), x)
     normal, x = _normed(norms.get("mlp_norm"), x, pending)
-    inner = _gated(layer, _linear(normal, linears["gate"]), _linear(normal, linears["up"]))
-    return _added(norms.get("after_mlp_norm"), _linear(inner, linears["down"]), x)
+    return _added(norms.get("after_mlp_norm"), _mlp(layer, normal), x)
+
+
+def _mlp(layer: LayerWeights, x: Tensor) -> Tensor:
+    """The MLP of rows x[T, K], or the weighted sum of its experts."""
+    if (held := layer.experts) is not None:
+        ids, weights = choose_experts.function(_linear(x, held.router), held.chosen, held.normalise, False)
+        return packed_experts(x, ids, weights, *held.gate_up, *held.down, layer.activation, held.alpha, held.limit)
+    inner = _gated(layer, _linear(x, layer.linears["gate"]), _linear(x, layer.linears["up"]))
+    return _linear(inner, layer.linears["down"])
 
 
 def _added(norm: NormWeight | None, y: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -18,6 +18,7 @@ from accelpatch.fusion.adapters import base_of
 from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.decoder import Decoder, form_in, found_in
 from accelpatch.fusion.layer_description import INNER, QKV, LayerDescription, plain_why_not, size_of
+from accelpatch.fusion.native_experts import planned_sizes
 from accelpatch.fusion.native_model import form_why_not, sizes_why_not
 from accelpatch.fusion.read_layers import DTYPES
 from accelpatch.fusion.spread import OFFLOADED, offloaded_inside
@@ -34,7 +35,7 @@ from accelpatch.models.family import DecoderForm, child_of
 from accelpatch.patching.replacer import Reason, Replaced
 from accelpatch.patching.site import Site
 
-NATIVE_STEP = "native step"
+NATIVE_STEP, EXPERTS = "native step", "its MLP of experts"
 LAUNCHES = 5
 OF_EXPERTS = 3  # more: norm, router, choice, and two of the experts
 INSIDE_EXPERTS = 2  # of these, norm and choice, which the HIP kernels of experts take in
@@ -93,7 +94,7 @@ def _needed(layer: LayerDescription, path: str, model: DecoderForm) -> Iterator[
     assert layer.attention is not None
     family = layer.family
     if layer.sparse is not None:
-        yield "its MLP of experts", f"{path}.{layer.form.mlp}.{layer.sparse.experts}"
+        yield EXPERTS, f"{path}.{layer.form.mlp}.{layer.sparse.experts}"
     elif not layer.plain:
         yield "its MLP", f"{path}.{layer.form.mlp}"
     by_length = rotary.planned_by_length(layer.attention.module.config)
@@ -123,8 +124,10 @@ def _native(
         raise CannotFuse(f"the native step computes in float32, and the layer is {dtype}")
     if reason := form_why_not(layer, decoder):
         raise CannotFuse(reason)
-    embedding = ("embed_tokens", f"{decoder.form.path}.{decoder.form.embedding}")
-    for name, place in (*_linears(layer, site.path), embedding):
+    read = [*_linears(layer, site.path), ("embed_tokens", f"{decoder.form.path}.{decoder.form.embedding}")]
+    if layer.sparse is not None and layer.form is not None:
+        read.append((EXPERTS, f"{site.path}.{layer.form.mlp}.{layer.sparse.experts}"))
+    for name, place in read:
         made, module = replaced.get(place), child_of(site.model, place)
         if made is not None and made.kernel != "cpu":
             raise CannotFuse(f"{name} runs by {made.kernel}")
@@ -139,8 +142,10 @@ def _check_sizes(layer: LayerDescription, decoder: Decoder) -> None:
     hidden, head = size_of(decoder.embedding)[1], size_of(decoder.head)[1]
     if hidden != head:
         raise CannotFuse(f"embeddings of {hidden} do not fit a head of {head}")
-    parts = zip(LINEARS, (*layer.qkv, *layer.output, *layer.inner, *layer.last), strict=True)
+    parts = zip(LINEARS, (*layer.qkv, *layer.output, *layer.inner, *layer.last), strict=layer.sparse is None)
     sizes = {name: size_of(part) for name, part in parts}
+    if layer.sparse is not None:
+        sizes |= planned_sizes(layer)
     assert layer.attention is not None
     if reason := sizes_why_not(layer.attention, hidden, layer.attention.head_size, sizes):
         raise CannotFuse(reason)

@@ -92,6 +92,7 @@ BY_DOCUMENTATION = "by ROCm's documentation: AITER, flash-attn, AOTriton (torch'
 
 TRITON, FUSED = (Row(("triton", "torch")),), (Row(("triton", "operations")),)
 PACKED, PLAIN = (Row(("cpu", "torch")),), (Row(("torch",)),)
+STORED = ("cpu_stored", "torch")  # of weights that a CPU reads as a checkpoint stores them
 
 _FLOAT_GEMM: Mapping[str, Any] = {
     "on": "wgmma", "dtypes": HALVES, "rows": (9, 64), "sizes": {"N": (2048, None)}, "multiples": {"K": 128},
@@ -130,8 +131,8 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
         Row(("hip_unpack", "torch"), note=H200),
     ),
     "fp8_linear": (
-        Row(("hip", "triton", "torch"), rows=(0, 8), note=ONE_PASS),
-        Row(("triton", "hip", "torch"), note="a launch of hip reads the weight anew for each 8 rows"),
+        Row(("hip", "triton", *STORED), rows=(0, 8), note=ONE_PASS),
+        Row(("triton", "hip", *STORED), note="a launch of hip reads the weight anew for each 8 rows"),
     ),
     "quantize_rows": TRITON,
     "gemm_w8a8": (
@@ -153,7 +154,7 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
     ),
     "w8a8_packed": PACKED,
     "int8_embedding": PLAIN,
-    "block_linear": TRITON,
+    "block_linear": (Row(("triton", *STORED)),),
     "block_embedding": PLAIN,
     "packed_linear": PACKED,
     "packed_embedding": PACKED,

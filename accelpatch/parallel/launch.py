@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,21 +23,29 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from accelpatch.errors import PatchError
 
 ENDING = 10  # seconds that ranks get to end by themselves once one of them has failed
+TAKEN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the signals that torch's launcher handles
 STARTED = "ACCELPATCH_RANKS"  # set in the ranks that `run` starts
 
 
 def run(command: Sequence[str], ranks: int, environment: Mapping[str, str]) -> None:
     """Run a program's command line once a rank, and return when all have ended. environment: added to the present one.
 
+    Signals and environment are afterwards as before: torch's launcher keeps the handlers that it sets.
+
     Raises PatchError with the number of a rank that failed; none is running any more then.
     """
     given = {**environment, STARTED: str(ranks), **_threads(ranks)}
-    before = {name: os.environ.get(name) for name in given}
+    before = {name: os.environ.get(name) for name in (*given, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
+    handlers = {number: signal.getsignal(number) for number in TAKEN}
     os.environ.update(given)
     try:
         with tempfile.TemporaryDirectory(prefix="accelpatch-ranks-") as folder:
             _launch(command, ranks, folder)
     finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                if handler is not None:  # None: not one of Python's
+                    signal.signal(number, handler)
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

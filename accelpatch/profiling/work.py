@@ -82,6 +82,10 @@ def _of_native(step: DecodeStep, first: int, last: int, rows: int, context: int)
         query = layer.linears["q"].n
         read += cached + sum(pack.nbytes for pack in layer.linears.values())
         flop += rows * (sum(2 * pack.n * pack.k for pack in layer.linears.values()) + 4 * query * seen)
+        if (experts := layer.experts) is not None:
+            read += experts.bytes_of(rows)
+            each = sum(2 * n * k for n, k in experts.sizes.values())
+            flop += rows * (experts.chosen * each + 2 * experts.router.n * experts.router.k)
     if last == len(step.layers):
         read, flop = read + step.head.nbytes, flop + 2 * rows * step.head.n * step.head.k
         what = "of a layer and the head" if first < last else "of the head"

@@ -122,6 +122,8 @@ class _QuantizedExperts(CalibratedReplacer, KernelReplacer):
         widths = (shapes[UP][1], shapes[DOWN][1])
         each = [dividing(wanted, widths[0]), dividing(wanted, widths[1], site.whole_k)]
         for k, groups in zip(widths, each, strict=True):
+            if not groups and isinstance(wanted, int):
+                return Reason(f"K = {k} is not a multiple of {wanted}, the values that share a scale in its format")
             if not groups or (self.bits == 4 and k % 2):
                 return Reason(f"K = {k} is odd, or a multiple of none of the group sizes {wanted}")
         offset = self.offset(options)

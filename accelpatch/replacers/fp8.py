@@ -27,7 +27,15 @@ from accelpatch.patching.site import Site
 from accelpatch.quant import fp8
 from accelpatch.quant.weight import check_held
 from accelpatch.replacers.proposing import LinearReplacer
-from accelpatch.replacers.weight_kernels import HIP, INT8_SCALE, bias_bytes, token_bytes, weight_of
+from accelpatch.replacers.weight_kernels import (
+    CPU_LIBRARY,
+    HIP,
+    INT8_SCALE,
+    STORED,
+    bias_bytes,
+    token_bytes,
+    weight_of,
+)
 
 
 class Fp8WeightOnly(LinearReplacer):
@@ -42,7 +50,7 @@ class Fp8WeightOnly(LinearReplacer):
         spec = fp8_linear.of_shape(n, k, getattr(torch, site.dtype), FP8[fnuz])
         reason = dispatch.why_not(spec.op, HIP, spec, device)
         kernel, note = dispatch.choose(spec.op, spec, device), f"{spec.op} not by the HIP kernels: {reason}"
-        libraries = () if reason else fp8_linear.libraries(spec, device)
+        libraries = (CPU_LIBRARY,) if kernel == STORED else () if reason else fp8_linear.libraries(spec, device)
         return _choice(site, device, kernel, FP8[fnuz], note if reason else "", libraries, spec)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
@@ -79,7 +87,7 @@ class Fp8Blocks(Fp8WeightOnly):
         reason = dispatch.why_not(spec.op, HIP, spec, device)
         kernel = dispatch.choose(spec.op, spec, device)
         note = f"{spec.op} not by the HIP kernels: {reason}" if reason else ""
-        libraries = () if reason else fp8_linear.libraries(spec, device)
+        libraries = (CPU_LIBRARY,) if kernel == STORED else () if reason else fp8_linear.libraries(spec, device)
         made = _choice(site, device, kernel, FP8[0], note, libraries, spec)
         more = INT8_SCALE * n * (-(-k // FP8_BLOCK) - 1)
         resident = made.resident_after + more

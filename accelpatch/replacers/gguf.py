@@ -23,7 +23,7 @@ from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant.blocks import check_blocks
 from accelpatch.replacers.proposing import LinearReplacer
-from accelpatch.replacers.weight_kernels import NATIVE, bias_bytes, token_bytes
+from accelpatch.replacers.weight_kernels import CPU_LIBRARY, NATIVE, STORED, bias_bytes, token_bytes
 
 FLOAT = "its weight is float, and this takes a GGUF file's as they are stored: give a .gguf file, or another recipe"
 
@@ -60,7 +60,9 @@ class GgufBlocks(LinearReplacer):
             return Reason("Conv1D holds its weight [K, N], and blocks lie along K")
         resident = n * row_bytes(form, k) + bias_bytes(site)
         kernel, spec = _kernel(site, n, k, form, device)
-        return Choice(kernel, site.token_bytes, token_bytes(site, resident), resident, {"form": form}, spec=spec)
+        libraries = (CPU_LIBRARY,) if kernel in (NATIVE, STORED) else ()
+        after = token_bytes(site, resident)
+        return Choice(kernel, site.token_bytes, after, resident, {"form": form}, libraries=libraries, spec=spec)
 
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
         raise KernelError(FLOAT)

@@ -18,6 +18,7 @@ from accelpatch.patching.site import Site
 
 INT8_SCALE = 4  # bytes per scale: float32
 NATIVE = "cpu"  # the implementation over packs, the native CPU layout
+STORED = "cpu_stored"  # the implementation over weights as a checkpoint stores them
 CPU_LIBRARY = "cpu"
 HIP = "hip"
 ON_GPU = {

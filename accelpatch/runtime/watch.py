@@ -19,6 +19,7 @@ from accelpatch.fusion.layer_description import LayerDescription
 from accelpatch.fusion.spread import is_offloaded, moves_only, offloaded_inside
 from accelpatch.modules.attention_settings import SETTING
 from accelpatch.modules.paged_setting import implementation
+from accelpatch.modules.quantized_experts import QuantizedExperts
 from accelpatch.modules.quantized_module import quantised_in, take_over
 from accelpatch.modules.replacement import OWN_HOOK
 
@@ -82,8 +83,7 @@ class Watch:
         own = written_by_forward(modules)
         self._written = [tensor for tensor in self._tensors if _counts_writes(tensor) and id(tensor) not in own]
         self._versions = list(map(_version, self._written))
-        self._quantised = [module for module in quantised_in(model) if not is_offloaded(module)]
-        self._layouts = [module.own_layout for module in self._quantised]
+        self._layouts = layouts_of(model, modules)
         self._adapters = [module for module in modules if is_adapter(module)]
         self._switches, self._flags = grouped(switch_places(self._adapters)), grouped(flag_places(model))
         self._switched = deepcopy(values_of(self._switches))
@@ -115,7 +115,7 @@ class Watch:
             or not all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._held))
             or list(map(Tensor.data_ptr, self._tensors)) != self._pointers
             or list(map(_version, self._written)) != self._versions
-            or not all(map(is_, map(attrgetter("own_layout"), self._quantised), self._layouts))
+            or any(vars(module)[name] is not layout for module, name, layout in self._layouts)
             or values_of(self._plain) != self._values
             or any(implementation(config) != name for config, name in self._implementations)
         )
@@ -131,6 +131,13 @@ class Watch:
     def flags(self) -> list[Any]:
         """Plain values that a captured step relies on: scalings, switches, the attention implementation."""
         return values_of(self._flags)
+
+
+def layouts_of(model: Any, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
+    """(module, attribute, what it holds) of packed weights of linear layers and experts, offloaded ones aside."""
+    linears = [module for module in quantised_in(model) if not is_offloaded(module)]
+    experts = [module for module in modules if isinstance(module, QuantizedExperts)]
+    return [(one, "own_layout", one.own_layout) for one in linears] + [(one, "layouts", one.layouts) for one in experts]
 
 
 def configurations(model: Any) -> tuple[Any, ...]:

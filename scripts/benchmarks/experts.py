@@ -41,7 +41,7 @@ KINDS = {
     "MXFP4": (4, 32, "e2m1", False), "MXFP4 in tiles": (4, 32, "e2m1", True),
 }  # fmt: skip
 GATES = {"gpt_oss": ("clamped_swiglu", 1.702, 7.0)}  # of the shapes whose gate is not SiLU, with biases
-CHECKED = (8, 1024, 512, 2)  # the size of the layer whose numbers are checked
+CHECKED, SMALL = (8, 1024, 512, 2), (8, 256, 128, 2)  # the layer whose numbers are checked; with --tiny
 TOKENS = (1, 4, 16, 32, 128, 512)
 AGAIN = f"{STOCK} again"
 MXFP4 = """
@@ -90,16 +90,16 @@ def arguments_of(
 
 
 def calls_to_check(
-    device: torch.device, dtype: torch.dtype, kinds: Sequence[str]
+    device: torch.device, dtype: torch.dtype, kinds: Sequence[str], size: Size
 ) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Rows of a large layer of each kind; where all are timed, every case of the operation before."""
     generator = torch.Generator().manual_seed(5)
     for case in dispatch.kernel(experts.OP).cases() if len(kinds) == len(KINDS) else ():
         yield case.id, case.make(generator, dtype, device)
     for kind in kinds:
-        weights: Any = weights_of(CHECKED, kind, device, dtype)
-        for tokens in (1, 3, 40, 300):
-            yield f"{kind}, {tokens} tokens", arguments_of(CHECKED, weights, tokens, device, dtype)
+        weights: Any = weights_of(size, kind, device, dtype)
+        for tokens in (1, 3, 40, 300)[: 3 if size == SMALL else None]:
+            yield f"{kind}, {tokens} tokens", arguments_of(size, weights, tokens, device, dtype)
 
 
 def kernels(asked: argparse.Namespace, limit: float) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ def kernels(asked: argparse.Namespace, limit: float) -> list[dict[str, Any]]:
     device, dtype = torch.device(asked.device), getattr(torch, asked.dtype)
     printed = Table("the experts of one layer; shares of the read limit")
     for shape, kind in itertools.product(asked.shapes, asked.kinds):
-        size = (8, 256, 128, 2) if asked.tiny else EXPERTS[shape]
+        size = SMALL if asked.tiny else EXPERTS[shape]
         weights = weights_of(size, kind, device, dtype, bias=shape in GATES)
         if isinstance(weights, str):
             print(f"{shape}, {kind}: {weights}", flush=True)
@@ -139,7 +139,8 @@ def engine(shape: str, recipe: str, asked: argparse.Namespace) -> Engine:
 def run(asked: argparse.Namespace) -> dict[str, Any]:
     """Check, then the parts that were asked for."""
     found, device = dict[str, Any](), torch.device(asked.device)
-    check(experts.OP, calls_to_check(device, getattr(torch, asked.dtype), asked.kinds), device)
+    checked = calls_to_check(device, getattr(torch, asked.dtype), asked.kinds, SMALL if asked.tiny else CHECKED)
+    check(experts.OP, checked, device)
     limit = read_limit(device).bytes_per_second
     print(f"read limit {limit / 1e9:.0f} GB/s")
     if asked.only != "models":

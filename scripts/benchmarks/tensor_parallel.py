@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
 import tempfile
 from functools import partial
@@ -190,9 +191,10 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file, failed = Path(folder) / "found.json", ""
         try:
+            paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
             launch.run(
                 [*words, "--child", folder], asked.ranks,
-                {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "PYTHONPATH": str(ROOT)},
+                {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "PYTHONPATH": paths},
             )  # fmt: skip
         except PatchError as error:
             failed = str(error)

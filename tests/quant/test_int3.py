@@ -100,10 +100,16 @@ def test_patched_saved_loaded_and_undone(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "sm_90"])
-def test_a_gpu_without_a_kernel_for_it_keeps_the_modules(arch: str) -> None:
-    plan = accelpatch.plan(CAUSAL["llama"].make(torch.bfloat16), "int3", device=KNOWN[arch])
-    assert not [entry for entry in plan.replaced if entry.replacer.name == "int3_weight_only"]
-    assert "no GPU kernel reads 3 bits" in str(plan)
+def test_a_gpu_reads_3_bits_under_half_precision_alone(arch: str) -> None:
+    plans = [
+        accelpatch.plan(CAUSAL["llama"].make(dtype), "int3", device=KNOWN[arch])
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    ours, kept = [
+        [entry.choice.kernel for entry in plan.replaced if entry.replacer.name == "int3_weight_only"] for plan in plans
+    ]
+    assert (set(ours), len(ours), kept) == ({"hip"}, 14, [])
+    assert "no GPU kernel reads it here" in str(plans[1])
 
 
 def test_gptq_both_ways(tmp_path: Path) -> None:

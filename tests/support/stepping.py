@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from accelpatch.kernels.cpu.decode_step import DecodeStep, LayerWeights, NormWeight, StepShape
+from accelpatch.kernels.cpu.decode_step import DecodeStep
+from accelpatch.kernels.cpu.step_weights import LayerWeights, NormWeight, StepShape
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.pack_tensors import in_one_block
 from accelpatch.kernels.ops.linear import packed_linear

@@ -20,7 +20,9 @@ enum { AP_FLOAT32 = 0, AP_BFLOAT16 = 1, AP_FLOAT16 = 2 };     /* element types o
 enum { AP_NO_OFFSET = 0, AP_MINIMUM = 1, AP_ZERO_POINT = 2 }; /* of AP_INT4 and AP_INT3 */
 /* formats of a KV cache; PAGES: float32 [pages, kv_heads, head_dim], and a call says where its slots lie */
 enum { AP_CACHE_FLOAT = 0, AP_CACHE_BF16 = 1, AP_CACHE_INT8 = 2, AP_CACHE_FP8 = 3, AP_CACHE_PAGES = 4 };
-enum { AP_SILU = 0, AP_GELU = 1, AP_GELU_TANH = 2, AP_RELU = 3 }; /* activations */
+/* activations; CLAMPED is of experts alone: (up + 1) gate / (1 + e^(-alpha gate)), gate at most `limit`, up within
+ * -limit .. limit (gpt-oss) */
+enum { AP_SILU = 0, AP_GELU = 1, AP_GELU_TANH = 2, AP_RELU = 3, AP_CLAMPED = 4 };
 enum {
     AP_DENSE = 0,
     AP_INT8 = 1,
@@ -31,7 +33,7 @@ enum {
     AP_Q6_K = 6,
     AP_INT3 = 7
 }; /* kinds of a weight */
-enum { AP_MAX_BATCH = 8, AP_MAX_THREADS = 64, AP_ROWS = 16 };
+enum { AP_MAX_BATCH = 8, AP_MAX_THREADS = 64, AP_ROWS = 16, AP_MAX_EXPERTS = 1024, AP_MAX_CHOSEN = 64 };
 
 /* A weight. AP_DENSE: data is float32 [n, k]. The others: data is a pack (see layout.h).
  * group: how many k share a scale: k itself (one scale a row), or a multiple of 16 that divides k; 32 of AP_Q4_K, 16 of
@@ -57,6 +59,32 @@ typedef struct {
     int32_t factors, reserved; /* AP_FLOAT32 or AP_BFLOAT16 */
     const void *down, *up;
 } ap_linear;
+
+/* Forms of weights that are read as a checkpoint stores them: the blocks of GGUF, and e4m3 with float32 scales. */
+enum {
+    AP_STORED_Q8_0 = 0,
+    AP_STORED_Q4_0 = 1,
+    AP_STORED_Q4_1 = 2,
+    AP_STORED_Q5_0 = 3,
+    AP_STORED_Q5_1 = 4,
+    AP_STORED_Q2_K = 5,
+    AP_STORED_Q3_K = 6,
+    AP_STORED_Q5_K = 7,
+    AP_STORED_IQ4_NL = 8,
+    AP_STORED_IQ4_XS = 9,
+    AP_STORED_Q4_K = 10,
+    AP_STORED_Q6_K = 11,
+    AP_STORED_E4M3 = 12
+};
+enum { AP_MAX_STORED = 64 }; /* tokens of a call */
+typedef struct {
+    int32_t form, reserved;
+    int64_t n, k;
+    int64_t scales; /* of a row of AP_STORED_E4M3: 1, or one for each 128 values */
+    const uint8_t* data;
+    const float* scale; /* [n, scales]; NULL of blocks */
+    const float* bias;  /* [n] or NULL */
+} ap_stored;
 
 int ap_best_isa(void);
 /* Chooses the path for every later call: an AP_ISA that this machine has, or -1 for its best. For tests. */
@@ -84,6 +112,11 @@ int ap_linear_run(
 /* The same for many tokens, in float32: the weight, which is packed, is made float once for all of them. */
 int ap_panels_run(
     const ap_linear* w, const float* x, int64_t m, int64_t x_stride, float* y, int64_t y_stride, int threads);
+/* y = x @ w.T + bias of a weight as it is stored, for at most AP_MAX_STORED tokens, in float32. */
+int ap_stored_run(
+    const ap_stored* w, const float* x, int64_t m, int64_t x_stride, float* y, int64_t y_stride, int threads);
+/* The values of all rows, float32 [n, k]. */
+int ap_stored_values(const ap_stored* w, float* values, int threads);
 /* rows[i] = w[ids[i]] as float32 [count, k]. */
 int ap_gather(const ap_linear* w, const int64_t* ids, int64_t count, float* rows);
 /* y = x / rms(x) * weight over the last dimension; where residual is given, x + residual first, kept in sum. float32.
@@ -107,6 +140,7 @@ typedef struct {
     const int64_t* starts;
     int64_t batch, heads, kv_heads, d, batch_stride, head_stride, window;
     float scale, softcap; /* softcap: 0 for none */
+    const float* sinks;   /* [heads]: a score without a key, one more term of the softmax; or NULL */
 } ap_attention;
 int ap_attention_run(const ap_attention* a, int threads);
 
@@ -122,6 +156,7 @@ typedef struct {
     const int64_t* ends;
     int64_t batch, heads, kv_heads, d, tokens;
     float scale, softcap; /* softcap: 0 for none */
+    const float* sinks;   /* as of ap_attention */
 } ap_pages;
 int ap_pages_run(const ap_pages* a, int threads);
 
@@ -133,7 +168,11 @@ typedef struct {
 } ap_norm;
 
 /* A decoder layer. The sizes of its MLP and the numbers of its heads are those of its weights: heads = q.n / head_dim,
- * kv_heads = k.n / head_dim. */
+ * kv_heads = k.n / head_dim.
+ * Where router.data is not NULL the MLP is one of router.n experts of one size: gate, up and down are the first one's,
+ * gate and up of the next lie `expert_bytes` on and its down `down_bytes` on, their biases 2 gate.n and hidden floats.
+ * A token takes the `chosen` experts with the largest of the router's logits, and sums them by the softmax of all
+ * logits; normalise: divided by what the chosen ones add up to. */
 typedef struct {
     ap_linear q, k, v, o, gate, up, down;
     ap_norm attention_norm, after_attention_norm, mlp_norm, after_mlp_norm; /* [hidden] */
@@ -143,7 +182,11 @@ typedef struct {
     int64_t window;                           /* 0: attends to everything */
     float attention_scale, attention_softcap; /* softcap: 0 for none */
     int32_t rope, activation;                 /* rope: index of its rotary frequencies */
-    int32_t cache, reserved;                  /* cache: the format of keys and values */
+    int32_t cache, normalise;                 /* cache: the format of keys and values */
+    const float* sinks;                       /* [heads], as of ap_attention */
+    ap_linear router;                         /* AP_DENSE */
+    int64_t expert_bytes, down_bytes, chosen;
+    float alpha, limit; /* of AP_CLAMPED */
 } ap_layer;
 
 /* The vocabularies of the embedding and of the head are each its own weight's n. */

@@ -160,6 +160,29 @@ int ap_panels_run(
     return AP_OK;
 }
 
+static int run_stored(const ap_stored* w, const StoredCall& given, int threads) {
+    if (!w || w->form < AP_STORED_Q8_0 || w->form > AP_STORED_E4M3 || w->n < 1 || w->k < 1 || !w->data)
+        return AP_BAD_ARGUMENT;
+    const bool e4m3 = w->form == AP_STORED_E4M3, of_32 = w->k % 32 == 0 && w->form <= AP_STORED_Q5_1;
+    if (!e4m3 && !of_32 && w->k % (w->form == AP_STORED_IQ4_NL ? 32 : kSuperblock)) return AP_BAD_ARGUMENT;
+    if (e4m3 && (!w->scale || (w->scales != 1 && w->scales != (w->k + 127) / 128))) return AP_BAD_ARGUMENT;
+    StoredCall call = given;
+    pool_run(useful(threads < 1 ? 1 : threads, w->n * w->k), chosen_kernels().stored, &call, POOL_GUEST);
+    return AP_OK;
+}
+
+int ap_stored_run(
+    const ap_stored* w, const float* x, int64_t m, int64_t x_stride, float* y, int64_t y_stride, int threads) {
+    if (!w || m < 0 || m > AP_MAX_STORED) return AP_BAD_ARGUMENT;
+    if (m == 0) return AP_OK;
+    if (!x || !y || (m > 1 && (x_stride < w->k || y_stride < w->n))) return AP_BAD_ARGUMENT;
+    return run_stored(w, {w, x, m, x_stride, y, y_stride}, threads);
+}
+
+int ap_stored_values(const ap_stored* w, float* values, int threads) {
+    return values ? run_stored(w, {w, nullptr, 0, 0, values, 0}, threads) : AP_BAD_ARGUMENT;
+}
+
 int ap_rmsnorm(const float* x, const float* residual, const float* weight, float eps, int64_t m, int64_t k, float* y,
     float* sum, int threads) {
     if (!weight || m < 0 || k < 1 || (m > 0 && (!x || !y || (residual && !sum)))) return AP_BAD_ARGUMENT;

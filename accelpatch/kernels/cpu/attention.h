@@ -93,10 +93,14 @@ inline void attend_run(const float* q, int64_t group, const float* keys, const f
     }
 }
 
-// Joins a head's `count` runs.
-inline void join_runs(const float* partial, int64_t count, int64_t d, float* out) {
+AP_INLINE const float* sink_of(const float* sinks, int64_t head) { return sinks ? sinks + head : nullptr; }
+
+// Joins a head's `count` runs. sink: a score without a key, which takes its part of the softmax; NULL for none.
+inline void join_runs(const float* partial, int64_t count, int64_t d, const float* sink, float* out) {
     float most = -INFINITY, total = 0;
     for (int64_t c = 0; c < count; c++) most = partial[c * run_floats(d)] > most ? partial[c * run_floats(d)] : most;
+    if (sink && *sink > most) most = *sink;
+    if (sink) total = exp(splat(*sink - most))[0];
     for (int64_t k = 0; k < d; k++) out[k] = 0;
     for (int64_t c = 0; c < count; c++) {
         const float* p = partial + c * run_floats(d);

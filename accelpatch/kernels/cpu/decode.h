@@ -1,85 +1,12 @@
-// One decode step on a pool of threads: five stages a layer, a wait between them. Each thread keeps the residual stream
-// and makes norms for itself (a few microseconds' work that would otherwise need waits), and takes blocks of rows of
-// the products.
+// One decode step on a pool of threads: five stages a layer (six with experts), a wait between them. Each thread keeps
+// the residual stream and makes norms for itself (a few microseconds' work that would otherwise need waits), and takes
+// blocks of rows of the products.
 #pragma once
-#include "attention.h"
 #include "cache_rows.h"
-#include "kernels.h"
-#include "low_rank.h"
-#include "step.h"
+#include "experts.h"
+#include "stage.h"
 
 namespace {
-
-struct Worker {
-    const StepCall* call;
-    Step* step;
-    const ap_model* model;
-    Scratch* own;
-    ThreadPool* pool;
-    int self;
-    int64_t batch;
-};
-
-// Makes `input` (rows of k) ready for the products with `w`.
-inline Activations ready(
-    const Worker& t, void* memory, const float* input, int64_t k, int64_t stride, const ap_linear& w) {
-    Activations a = activations_in(memory, t.batch, k);
-    describe(a, input, stride, w);
-    prepare(a, 0, t.batch);
-    return a;
-}
-
-inline LowRank low_rank_of(const Worker& t) { return {t.step->low, t.step->largest.ranks}; }
-
-// Products of the same input with up to three weights; each may read another form of it.
-inline void linears(const Worker& t, const ap_linear* const* weights, float* const* outputs, int count,
-    const float* input, int64_t k, int64_t input_stride, int64_t output_stride) {
-    Weight w[3] = {};
-    int64_t ends[3] = {}, items = 0, ranks = 0;
-    const float* sums[3] = {};
-    const LowRank low = low_rank_of(t);
-    for (int i = 0; i < count; i++) {
-        w[i] = weight_of(*weights[i]);
-        ends[i] = items += w[i].l.blocks;
-        sums[i] = low.sums + ranks;
-        ranks += w[i].w.rank;
-    }
-    low_rank_stage(t.pool, t.self, weights, count, input, input_stride, t.batch, low);
-    Activations a = ready(t, t.own->ready, input, k, input_stride, w[0].w);
-    WorkCursor work = {items};
-    for (int64_t item; (item = pool_next(t.pool, t.self, &work)) >= 0;) {
-        int i = 0;
-        while (item >= ends[i]) i++;
-        const int64_t b = item - (ends[i] - w[i].l.blocks);
-        if (!made_for(a, w[i].w)) a = ready(t, t.own->ready, input, k, input_stride, w[i].w);
-        float tile[kMaxBatch][16];
-        dot_block(w[i], b, a, 0, t.batch, tile);
-        add_low_rank(w[i].w, b, sums[i], low.width, t.batch, tile);
-        store_block(w[i], b, t.batch, tile, outputs[i], output_stride);
-    }
-    pool_wait(t.pool, t.self);
-}
-
-inline void norm_rows(const Worker& t, const ap_norm& norm, float* out) {
-    const int64_t hidden = t.model->hidden;
-    for (int64_t m = 0; m < t.batch; m++) {
-        if (norm.weight) rmsnorm_row(t.own->hidden + m * hidden, norm.weight, norm.eps, hidden, out + m * hidden);
-        else memcpy(out + m * hidden, t.own->hidden + m * hidden, static_cast<size_t>(hidden) * 4);
-    }
-}
-
-// hidden += out, or its norm
-inline void add_rows(const Worker& t, const float* out, const ap_norm& norm) {
-    const int64_t hidden = t.model->hidden;
-    for (int64_t m = 0; m < t.batch; m++) {
-        const float* x = out + m * hidden;
-        if (norm.weight) {
-            rmsnorm_row(x, norm.weight, norm.eps, hidden, t.own->input);
-            x = t.own->input;
-        }
-        add_row_(t.own->hidden + m * hidden, x, hidden);
-    }
-}
 
 inline void embed(const Worker& t) {
     const int64_t hidden = t.model->hidden;
@@ -205,7 +132,7 @@ inline void join_attention(const Worker& t, const ap_layer& layer) {
         const int64_t count = runs(first_slot(t.call->slots[m], t.call->starts[m], layer.window), t.call->slots[m]);
         for (int64_t h = 0; h < heads; h++) {
             const float* partial = t.step->partial + (m * heads + h) * t.step->longest_runs * run_floats(d);
-            join_runs(partial, count, d, t.own->input + (m * heads + h) * d);
+            join_runs(partial, count, d, sink_of(layer.sinks, h), t.own->input + (m * heads + h) * d);
         }
     }
 }
@@ -252,6 +179,7 @@ inline void layer_stages(const Worker& t, const ap_layer& layer) {
     linears(t, o, &t.step->attention_out, 1, t.own->input, query, query, hidden);
     add_rows(t, t.step->attention_out, layer.after_attention_norm);
     norm_rows(t, layer.mlp_norm, t.own->input);
+    if (layer.router.data) return experts_stages(t, layer);
     gate_and_up(t, layer);
     const ap_linear* down[] = {&layer.down};
     linears(t, down, &t.step->mlp_out, 1, t.step->gated, inner, inner, hidden);

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +23,7 @@ from accelpatch.errors import KernelError
 from accelpatch.kernels import dispatch, regions
 from accelpatch.kernels.cpu import native_library
 from accelpatch.kernels.cpu.native_library import (
-    ACTIVATIONS,
-    LINEARS,
+    EXPERT_ACTIVATIONS,
     MAX_BATCH,
     MAX_THREADS,
     PLAIN,
@@ -34,6 +32,7 @@ from accelpatch.kernels.cpu.native_library import (
     pointer,
     threads,
 )
+from accelpatch.kernels.cpu.step_weights import LayerWeights, NormWeight, StepShape
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.kv_states import BF16, FLOAT, FP8, INT8, States, format_of, tensors_of
 from accelpatch.kernels.spec import Described, Spec
@@ -41,67 +40,6 @@ from accelpatch.kernels.spec import Described, Spec
 OP = "decode_step"
 CACHE_FORMATS = (FLOAT, BF16, INT8, FP8)  # numbered as in the C interface
 SCALES = ("key_scales", "value_scales")
-
-
-class NormWeight(NamedTuple):
-    """The float32 vector that a norm multiplies by (Gemma: 1 + weight), and its epsilon."""
-
-    weight: Tensor
-    eps: float
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """The weights and constants of one layer, whose sizes are those of its weights.
-
-    linears: a Pack with its bias for each of LINEARS (q k v o gate up down). norms: by their names in NORMS; missing
-    names are norms that the layer does not have. activation: of ACTIVATIONS. scale: of attention's scores. window:
-    slots that attention looks back, 0 for all. rope: index into the step's rotary frequencies. softcap: of the scores,
-    0 for none.
-    """
-
-    linears: dict[str, Pack]
-    norms: dict[str, NormWeight]
-    activation: str
-    scale: float
-    window: int = 0
-    rope: int = 0
-    softcap: float = 0.0
-
-    def kv_heads(self, head_dim: int) -> int:
-        """Number of key heads."""
-        return self.linears["k"].n // head_dim
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """What all layers of a step share.
-
-    rope: (inverse frequencies[head_dim / 2], attention scaling), at most two. softcap: of the logits, 0 for none.
-    """
-
-    hidden: int
-    head_dim: int
-    rope: tuple[tuple[Tensor, float], ...]
-    embedding_scale: float = 1.0
-    softcap: float = 0.0
-
-
-Sizes = Mapping[str, tuple[int, int]]  # of LINEARS: name -> (N, K)
-
-
-def why_not_layer(hidden: int, head_dim: int, sizes: Sizes) -> str | None:
-    """Why a layer with linear layers of these sizes cannot be part of a step; None where it can."""
-    query, key, inner = (sizes[name][0] for name in ("q", "k", "gate"))
-    due = {"q": (query, hidden), "k": (key, hidden), "v": (key, hidden), "o": (hidden, query)}
-    due |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-    for name, size in due.items():
-        if sizes[name] != size:
-            got = " x ".join(map(str, sizes[name]))
-            return f"its {name} is {got}, and {size[0]} x {size[1]} belongs to its other weights"
-    if not query or not key or query % head_dim or key % head_dim or query % key:
-        return f"{query} rows of q and {key} of k are no heads of {head_dim} that share key heads evenly"
-    return None if head_dim % 2 == 0 else f"its heads have {head_dim} columns, an odd number"
 
 
 @dataclass
@@ -210,11 +148,8 @@ class DecodeStep(Described):
         for index, layer in enumerate(self.layers):
             if layer is None:
                 continue
-            sizes = {name: (pack.n, pack.k) for name, pack in layer.linears.items()}
-            if reason := why_not_layer(s.hidden, s.head_dim, sizes):
+            if reason := layer.why_not(s.hidden, s.head_dim):
                 raise KernelError(f"layer {index} is none of a native step: {reason}")
-            if layer.activation not in ACTIVATIONS:
-                raise KernelError(f"the native step has no activation {layer.activation!r}")
             want = self._cache_shape(layer.kv_heads(s.head_dim))
             if format_of(self.keys[index]) != format_of(self.values[index]):
                 raise KernelError(f"keys and values of layer {index} are in two formats: give both the same")
@@ -252,15 +187,20 @@ class DecodeStep(Described):
         s, layer = self.shape, native_library.Layer()
         if weights is None:
             return layer
-        for name in LINEARS:
-            setattr(layer, name, weights.linears[name].struct())
+        for name, pack in weights.linears.items():
+            setattr(layer, name, pack.struct())
+        if weights.experts is not None:
+            weights.experts.fill(layer)
+        if weights.sinks is not None:
+            layer.sinks = self._vector(weights.sinks, weights.linears["q"].n // s.head_dim)
         for name, norm in weights.norms.items():
             setattr(layer, name, self._norm(norm, s.head_dim if name in ("q_norm", "k_norm") else s.hidden))
         for states, code, scale in zip((self.keys, self.values), ("keys", "values"), SCALES, strict=True):
             for name, tensor in zip((code, scale), tensors_of(states[index]), strict=False):
                 setattr(layer, name, pointer(tensor))
         layer.cache = self._cache_format(index)
-        layer.window, layer.rope, layer.activation = weights.window, weights.rope, ACTIVATIONS[weights.activation]
+        layer.window, layer.rope = weights.window, weights.rope
+        layer.activation = EXPERT_ACTIVATIONS[weights.activation]
         layer.attention_scale, layer.attention_softcap = weights.scale, weights.softcap
         self._keep.append(weights)
         return layer

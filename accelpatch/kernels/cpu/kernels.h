@@ -51,6 +51,14 @@ struct PagesCall {
     float* gathered;  // [threads, 2, kRun, d]
 };
 
+struct StoredCall {
+    const ap_stored* w;
+    const float* x;  // NULL: y becomes the weight's values
+    int64_t m, x_stride;
+    float* y;
+    int64_t y_stride;
+};
+
 struct Step;
 
 struct StepCall {
@@ -67,7 +75,7 @@ struct StepCall {
 struct Kernels {
     int64_t (*activation_bytes)(int64_t tokens, int64_t k, bool ordered);
     int64_t (*panel_floats)(int64_t tokens);
-    Job linear, w8a8, panels, norm, gated, attention, pages, step;
+    Job linear, w8a8, panels, norm, gated, attention, pages, step, stored;
     void (*gather)(const ap_linear* w, const int64_t* ids, int64_t count, float* rows);
     void (*rope)(float* x, const float* cos, const float* sin, int64_t m, int64_t heads, int64_t d);
 };

@@ -24,7 +24,9 @@ E4M3_SCALES = 2  # of half_scales
 ISAS = ("portable", "avx2", "avx512", "dotprod")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-MAX_BATCH, MAX_THREADS, ROWS = 8, 64, 16
+EXPERT_ACTIVATIONS = ACTIVATIONS | {"clamped_swiglu": 4}
+MAX_BATCH, MAX_THREADS, ROWS, MAX_EXPERTS, MAX_CHOSEN = 8, 64, 16, 1024, 64
+MAX_STORED = 64  # rows of x beside a weight that is read as it is stored
 _REASONS = {
     1: "its arguments do not fit together",
     2: "there is not enough memory",
@@ -65,7 +67,11 @@ class Layer(Structure):
         *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
         ("window", c_int64),
         *((name, c_float) for name in ("attention_scale", "attention_softcap")),
-        *((name, c_int32) for name in ("rope", "activation", "cache", "reserved")),
+        *((name, c_int32) for name in ("rope", "activation", "cache", "normalise")),
+        ("sinks", c_void_p),
+        ("router", Linear),
+        *((name, c_int64) for name in ("expert_bytes", "down_bytes", "chosen")),
+        *((name, c_float) for name in ("alpha", "limit")),
     )
 
 
@@ -95,6 +101,7 @@ class Attention(Structure):
         *((name, c_int64) for name in ("batch", "heads", "kv_heads", "d", "batch_stride", "head_stride", "window")),
         ("scale", c_float),
         ("softcap", c_float),
+        ("sinks", c_void_p),
     )
 
 
@@ -106,6 +113,17 @@ class Pages(Structure):
         *((name, c_int64) for name in ("batch", "heads", "kv_heads", "d", "tokens")),
         ("scale", c_float),
         ("softcap", c_float),
+        ("sinks", c_void_p),
+    )
+
+
+class Stored(Structure):
+    """Mirror of `ap_stored`."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("form", "reserved")),
+        *((name, c_int64) for name in ("n", "k", "scales")),
+        *((name, c_void_p) for name in ("data", "scale", "bias")),
     )
 
 
@@ -122,6 +140,8 @@ SIGNATURES = {
     "ap_linear_run": (c_int, (_LINEAR, _P, c_int64, c_int64, _P, c_int64, c_int, c_int)),
     "ap_gather": (c_int, (_LINEAR, _P, c_int64, _P)),
     "ap_panels_run": (c_int, (_LINEAR, _P, c_int64, c_int64, _P, c_int64, c_int)),
+    "ap_stored_run": (c_int, (POINTER(Stored), _P, c_int64, c_int64, _P, c_int64, c_int)),
+    "ap_stored_values": (c_int, (POINTER(Stored), _P, c_int)),
     "ap_rmsnorm": (c_int, (_P, _P, _P, c_float, c_int64, c_int64, _P, _P, c_int)),
     "ap_rope_": (c_int, (_P, _P, _P, c_int64, c_int64, c_int64)),
     "ap_gated": (c_int, (_P, _P, c_int, c_int64, _P, c_int)),

@@ -65,6 +65,22 @@ inline void gated_row(const float* gate, const float* up, int activation, int64_
             y + i, activate(load_part(gate + i, count - i), activation) * load_part(up + i, count - i), count - i);
 }
 
+// y = (up + 1) * gate / (1 + e^(-alpha gate)), both clamped; a NaN stays.
+AP_INLINE vf clamped(vf gate, vf up, float alpha, float limit) {
+    gate = gate > limit ? splat(limit) : gate;
+    up = up > limit ? splat(limit) : up;
+    up = up < -limit ? splat(-limit) : up;
+    return (up + 1.0f) * (gate / (1.0f + exp(-alpha * gate)));
+}
+
+inline void clamped_row(const float* gate, const float* up, float alpha, float limit, int64_t count, float* y) {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) store(y + i, clamped(load(gate + i), load(up + i), alpha, limit));
+    if (i < count)
+        store_part(
+            y + i, clamped(load_part(gate + i, count - i), load_part(up + i, count - i), alpha, limit), count - i);
+}
+
 inline float softcap(float x, float cap) { return cap > 0 ? cap * tanh(splat(x / cap))[0] : x; }
 
 }  // namespace

@@ -34,11 +34,21 @@ bool cache_fits(const ap_layer& l) {
            (scaled || l.cache == AP_CACHE_FLOAT || l.cache == AP_CACHE_BF16 || l.cache == AP_CACHE_PAGES);
 }
 
+// Whether the experts lie one after the other, and a router chooses among them.
+bool experts_fit(const ap_model& m, const ap_layer& l) {
+    const ap_linear& r = l.router;
+    if (r.kind != AP_DENSE || r.n > AP_MAX_EXPERTS || !fits(r, r.n, m.hidden)) return false;
+    for (const ap_linear* w : {&l.gate, &l.up, &l.down})
+        if (w->order || w->kind == AP_W8A8 || w->rank) return false;
+    return l.chosen >= 1 && l.chosen <= r.n && l.chosen <= AP_MAX_CHOSEN && l.expert_bytes > 0 && l.down_bytes > 0;
+}
+
 bool layer_fits(const ap_model& m, const ap_layer& l) {
     const int64_t query = l.q.n, key = l.k.n, inner = l.gate.n;
     if (!is_size(query) || !is_size(key) || !is_size(inner) || query % m.head_dim || key % m.head_dim || query % key)
         return false;
-    if (l.activation < AP_SILU || l.activation > AP_RELU) return false;
+    if (l.activation < AP_SILU || l.activation > (l.router.data ? AP_CLAMPED : AP_RELU)) return false;
+    if (l.router.data && !experts_fit(m, l)) return false;
     return fits(l.q, query, m.hidden) && fits(l.k, key, m.hidden) && fits(l.v, key, m.hidden) &&
            fits(l.o, m.hidden, query) && fits(l.gate, inner, m.hidden) && fits(l.up, inner, m.hidden) &&
            fits(l.down, m.hidden, inner) && cache_fits(l) && l.window >= 0 && (l.rope == 0 || l.rope == 1) &&
@@ -74,6 +84,9 @@ Largest largest_of(const ap_model& m) {
         take(most.widest, l.gate.n);
         for (int64_t ranks : {l.q.rank + l.k.rank + l.v.rank, l.o.rank, l.gate.rank + l.up.rank, l.down.rank})
             take(most.ranks, ranks);
+        if (!l.router.data) continue;
+        take(most.experts, l.router.n);
+        take(most.chosen, l.chosen);
     }
     return most;
 }
@@ -93,13 +106,16 @@ int64_t lay_out(Step& s, char* memory) {
     const Largest& most = s.largest;
     const int64_t b = m.max_batch, d = m.head_dim;
     Purse purse = {memory};
+    const int64_t one = chosen_kernels().activation_bytes(b, most.widest, s.ordered);
+    const int64_t each = chosen_kernels().activation_bytes(b * most.chosen, most.intermediate, s.ordered);
     purse.reserve(s.layers, m.layers * static_cast<int64_t>(sizeof(ap_layer)));
     purse.reserve(s.cos, 2 * b * (d / 2) * 4);
     purse.reserve(s.sin, 2 * b * (d / 2) * 4);
     purse.reserve(s.qkv, b * most.qkv * 4);
     purse.reserve(s.partial, b * most.heads * s.longest_runs * round_up(d + 2, 16) * 4);
     purse.reserve(s.attention_out, b * m.hidden * 4);
-    purse.reserve(s.gated, b * most.intermediate * 4);
+    purse.reserve(s.router, b * most.experts * 4);
+    purse.reserve(s.gated, b * most.chosen * most.intermediate * 4);
     purse.reserve(s.mlp_out, b * m.hidden * 4);
     purse.reserve(s.low, b * most.ranks * 4);
     for (int i = 0; i < s.threads; i++) {
@@ -108,8 +124,10 @@ int64_t lay_out(Step& s, char* memory) {
         purse.reserve(s.scratch[i].query, most.group * d * 4);
         purse.reserve(s.scratch[i].keys, kRunSlots * d * 4);
         purse.reserve(s.scratch[i].values, kRunSlots * d * 4);
-        purse.reserve(s.scratch[i].ready, chosen_kernels().activation_bytes(b, most.widest, s.ordered));
+        purse.reserve(s.scratch[i].ready, one > each ? one : each);
         purse.reserve(s.scratch[i].beside, chosen_kernels().activation_bytes(b, m.hidden, s.ordered));
+        purse.reserve(s.scratch[i].experts, b * most.chosen * 4);
+        purse.reserve(s.scratch[i].weights, b * most.chosen * 4);
     }
     return purse.used;
 }

@@ -11,12 +11,15 @@ struct Scratch {           // each thread's own: what is cheaper to compute twic
     float *keys, *values;  // [kRunSlots, head_dim], of a cache in another format
     void* ready;           // activation_bytes
     void* beside;          // the same, for a second weight that reads another form
+    int32_t* experts;      // [batch, chosen]: of each token, in the order of its router's logits
+    float* weights;        // [batch, chosen]
 };
 
 // The largest sizes of all layers. group: query heads a key head. qkv: rows of q, k and v. widest: of what a product
-// reads. ranks: of the adapters of a stage's weights.
+// reads. ranks: of the adapters of a stage's weights. experts: of a layer. chosen: experts of a token; 1 where there
+// are none.
 struct Largest {
-    int64_t heads = 0, group = 0, qkv = 0, intermediate = 0, widest = 0, ranks = 0;
+    int64_t heads = 0, group = 0, qkv = 0, intermediate = 0, widest = 0, ranks = 0, experts = 0, chosen = 1;
 };
 
 struct Step {
@@ -31,7 +34,8 @@ struct Step {
     float* qkv;            // [batch, qkv]
     float* partial;        // [batch, heads, runs, run_floats]
     float* attention_out;  // [batch, hidden]
-    float* gated;          // [batch, intermediate]
+    float* router;         // [batch, experts]: logits
+    float* gated;          // [batch, chosen, intermediate]
     float* mlp_out;        // [batch, hidden]
     float* low;            // [batch, ranks]
     Scratch scratch[AP_MAX_THREADS];

@@ -133,6 +133,24 @@ static void products() {
         ap_panels_run(&o.w, from, m, x_stride, wide.tail, y_stride, static_cast<int>(pick(1, 3))) == AP_OK, "panels");
 }
 
+// A weight as a checkpoint stores it, in exactly its bytes.
+static void stored() {
+    const int64_t bytes[] = {34, 18, 20, 22, 24, 84, 110, 176, 18, 136, 144, 210};
+    const auto form = static_cast<int32_t>(pick(AP_STORED_Q8_0, AP_STORED_E4M3));
+    const bool e4m3 = form == AP_STORED_E4M3, small = form <= AP_STORED_Q5_1 || form == AP_STORED_IQ4_NL;
+    const int64_t n = pick(1, 40), blocks = pick(1, 5), k = e4m3 ? pick(1, 700) : blocks * (small ? 32 : 256);
+    const int64_t m = pick(0, 64), size = n * (e4m3 ? k : blocks * bytes[form]);
+    Owned o;
+    Buffer<uint8_t> data(size);
+    for (int64_t i = 0; i < size; i++) data.tail[i] = static_cast<uint8_t>(pick(0, 255));
+    const int64_t scales = pick(0, 1) ? 1 : (k + 127) / 128;
+    const ap_stored w = {
+        form, 0, n, k, scales, data.tail, e4m3 ? floats(o, n * scales) : nullptr, pick(0, 1) ? floats(o, n) : nullptr};
+    const int threads = static_cast<int>(pick(1, 3));
+    require(ap_stored_run(&w, floats(o, m * k), m, k, floats(o, m * n), n, threads) == AP_OK, "stored_run");
+    require(ap_stored_values(&w, floats(o, n * k), threads) == AP_OK, "stored_values");
+}
+
 static void rows() {
     const int64_t m = pick(0, 5), k = pick(1, 200), half = pick(1, 40), heads = pick(1, 4);
     Owned o;
@@ -154,7 +172,7 @@ static void attention() {
     const int64_t cache = batch * kv_heads * length * d;
     ap_attention a = {floats(o, batch * heads * d), floats(o, cache), floats(o, cache), floats(o, batch * heads * d),
         slots, starts, batch, heads, kv_heads, d, kv_heads * length * d, length * d, pick(0, 1) ? pick(1, 100) : 0,
-        0.1f, pick(0, 1) ? 30.0f : 0.0f};
+        0.1f, pick(0, 1) ? 30.0f : 0.0f, pick(0, 1) ? floats(o, heads) : nullptr};
     require(ap_attention_run(&a, 2) == AP_OK, "attention");
 }
 
@@ -167,8 +185,21 @@ static void pages() {
     for (int64_t b = 0; b < batch; b++) starts[b] = pick(0, 398), ends[b] = pick(starts[b] + 1, 400);
     ap_pages a = {floats(o, batch * heads * d), floats(o, tokens * kv_heads * d), floats(o, tokens * kv_heads * d),
         floats(o, batch * heads * d), index, starts, ends, batch, heads, kv_heads, d, tokens, 0.1f,
-        pick(0, 1) ? 30.0f : 0.0f};
+        pick(0, 1) ? 30.0f : 0.0f, pick(0, 1) ? floats(o, heads) : nullptr};
     require(ap_pages_run(&a, 2) == AP_OK, "pages");
+}
+
+// Experts of one size one after the other, in one buffer of exactly their bytes: the first one's weight, and the bytes
+// from one to the next.
+static int64_t stack(Owned& o, int64_t n, int64_t k, int64_t number, bool dense) {
+    weight(o, n, k);
+    while ((o.w.kind == AP_DENSE) != dense || o.w.order || o.w.kind == AP_W8A8) weight(o, n, k);
+    o.w.bias = pick(0, 1) ? floats(o, number * 2 * n) : nullptr;  // twice: rows of gate and of up
+    const int64_t bytes = dense ? n * k * 4 : ap_pack_bytes(&o.w);
+    o.packs.push_back(std::make_unique<Buffer<uint8_t>>(number * bytes));
+    for (int64_t e = 0; e < number; e++) std::memcpy(o.packs.back()->data + e * bytes, o.w.data, bytes);
+    o.w.data = o.packs.back()->data;
+    return bytes;
 }
 
 static void steps() {
@@ -191,6 +222,19 @@ static void steps() {
         maybe(hidden), maybe(hidden), maybe(hidden), maybe(d), maybe(d), floats(o, cache), floats(o, cache), scales(),
         scales(), pick(0, 1) ? pick(1, 99) : 0, 0.2f, 0, 0, static_cast<int32_t>(pick(0, 3)),
         static_cast<int32_t>(form), 0};
+    if (pick(0, 1)) layer.sinks = floats(o, heads);
+    Owned router, gate, up, down;
+    if (pick(0, 1)) {
+        const int64_t number = pick(1, 6);
+        const bool dense = pick(0, 1);
+        layer.router = {AP_DENSE, 0, 0, 0, number, hidden, hidden, floats(router, number * hidden),
+            pick(0, 1) ? floats(router, number) : nullptr, nullptr, nullptr};
+        layer.expert_bytes = stack(gate, wide, hidden, number, dense);
+        up.w = gate.w, layer.gate = gate.w, layer.up = up.w;
+        layer.down_bytes = stack(down, hidden, wide, number, pick(0, 1));
+        layer.down = down.w, layer.chosen = pick(1, number), layer.normalise = static_cast<int32_t>(pick(0, 1));
+        layer.activation = static_cast<int32_t>(pick(0, 4)), layer.alpha = 1.7f, layer.limit = 1.0f;
+    }
     ap_model model = {1, hidden, d, most, length, &layer, own[7].w, own[8].w, maybe(hidden),
         {floats(o, d / 2), nullptr}, {1, 1}, 2, pick(0, 1) ? 9.0f : 0.0f, one, 0};
     void* step = nullptr;
@@ -223,6 +267,7 @@ int main(int, char** argv) {
     require(ap_use_isa(std::atoi(argv[3])) == AP_OK, "use_isa");
     for (int i = 0; i < rounds; i++) {
         products();
+        stored();
         rows();
         attention();
         pages();

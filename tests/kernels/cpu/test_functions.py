@@ -95,22 +95,26 @@ def test_gated(activation: str, scale: float) -> None:
 
 
 def attention(
-    q: Tensor, keys: Tensor, values: Tensor, slots: list[int], starts: list[int], window: int, cap: float
-) -> Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, slots: list[int], starts: list[int], window: int, cap: float,
+    sinks: Tensor,
+) -> Tensor:  # fmt: skip
     out, group = torch.empty_like(q), q.shape[1] // keys.shape[1]
     for b, (slot, start) in enumerate(zip(slots, starts, strict=True)):
         first = max(start, slot - window + 1) if window else start
         k, v = (c[b, :, first : slot + 1].repeat_interleave(group, 0) for c in (keys, values))
         scores = torch.einsum("hd,hld->hl", q[b], k) * q.shape[2] ** -0.5
         scores = cap * torch.tanh(scores / cap) if cap else scores
-        out[b] = torch.einsum("hl,hld->hd", scores.softmax(-1), v)
+        parts = torch.cat((scores, sinks.to(q.dtype)[:, None]), -1).softmax(-1)  # of sinks of -Inf: as without them
+        out[b] = torch.einsum("hl,hld->hd", parts[:, :-1], v)
     return out
 
 
 @pytest.mark.parametrize("cap", [0.0, 5.0], ids=["no-softcap", "softcap"])
 @pytest.mark.parametrize("window", [0, 1, 70], ids=["all", "window1", "window70"])
 @pytest.mark.parametrize("heads, kv_heads, d", [(9, 3, 64), (4, 4, 16), (6, 1, 22), (8, 2, 128)], ids=str)
-def test_attention(heads: int, kv_heads: int, d: int, window: int, cap: float) -> None:
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["no-sinks", "sinks"])
+def test_attention(heads: int, kv_heads: int, d: int, window: int, cap: float, with_sinks: bool) -> None:
+    sinks = torch.linspace(-4, 9, heads) if with_sinks else torch.full((heads,), -float("inf"))
     slots, starts = [0, 63, 64, 200], [0, 0, 5, 130]
     q, keys, values = (
         randn(4, heads, d) * 2,
@@ -124,10 +128,11 @@ def test_attention(heads: int, kv_heads: int, d: int, window: int, cap: float) -
     call = Attention(
         pointer(q), pointer(keys), pointer(values), pointer(out), pointer(at[0]), pointer(at[1]),
         4, heads, kv_heads, d, keys.stride(0), keys.stride(1), window, d**-0.5, cap,
+        pointer(sinks) if with_sinks else None,
     )  # fmt: skip
     check(native().ap_attention_run(byref(call), 2), "attention")
-    exact = attention(q.double(), keys.double(), values.double(), slots, starts, window, cap)
-    agrees(out, exact, attention(q, keys, values, slots, starts, window, cap))
+    exact = attention(q.double(), keys.double(), values.double(), slots, starts, window, cap, sinks)
+    agrees(out, exact, attention(q, keys, values, slots, starts, window, cap, sinks))
 
 
 def test_argmax() -> None:

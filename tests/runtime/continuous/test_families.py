@@ -23,7 +23,7 @@ FAMILIES = {name: CAUSAL[name] for name in ("llama", "mistral", "qwen3", "gemma2
 if find_spec("transformers.generation.continuous_batching.cache_allocators") is None:
     FAMILIES = {name: one for name, one in FAMILIES.items() if "sliding_window" not in one.config}
 FAMILIES |= {name: EXPERTS[name] for name in ("mixtral", "qwen3_moe", "gpt_oss")}
-NATIVE = ("llama", "mistral", "qwen3", "gemma2", "gemma3")
+NATIVE = ("llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss")
 SIZES: dict[str, Any] = {"block_size": 8, "num_blocks": 24, "max_batch_tokens": 16}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 import accelpatch
 from tests.runtime.cpu.test_native_step import by_modules, decode, native_steps, patched, pytestmark  # noqa: F401
-from tests.support.tiny import CAUSAL, padded_batch
+from tests.support.tiny import CAUSAL, full_batch, padded_batch
 
 
 def _final_cap(model: Any) -> None:
@@ -49,9 +50,36 @@ def _one_cap(model: Any) -> None:
     model.model.layers[1].self_attn.attn_logit_softcapping = 0.05
 
 
+def _sinks(model: Any) -> None:
+    model.model.layers[1].self_attn.sinks.add_(3.0)
+
+
+def _new_sinks(model: Any) -> None:
+    model.model.layers[0].self_attn.sinks = nn.Parameter(torch.full((4,), 2.0))
+
+
+def _sinks_behind_the_count(model: Any) -> None:
+    model.model.layers[1].self_attn.sinks.data.fill_(4.0)
+
+
+def _router(model: Any) -> None:
+    model.model.layers[0].mlp.router.weight.neg_()
+
+
+def _router_bias(model: Any) -> None:
+    model.model.layers[0].mlp.router.bias.copy_(torch.tensor([9.0, 0.0, 0.0, 9.0]))
+
+
+def _other_experts(model: Any) -> None:
+    experts = model.model.layers[1].mlp.experts
+    experts.load_state_dict({name: one.flip(0) for name, one in experts.state_dict().items()})
+
+
 CHANGES: list[tuple[str, Callable[[Any], None]]] = [
     ("gemma2", _final_cap), ("gemma2", _attention_cap), ("gemma2", _one_cap), ("llama", _rotary_scale),
     ("llama", _frequencies), ("llama", _one_activation), ("llama", _one_scaling), ("llama", _one_epsilon),
+    ("gpt_oss", _sinks), ("gpt_oss", _new_sinks), ("gpt_oss", _sinks_behind_the_count), ("gpt_oss", _router),
+    ("gpt_oss", _router_bias), ("gpt_oss", _other_experts),
 ]  # fmt: skip
 
 
@@ -97,3 +125,18 @@ def test_threads_that_meet_at_the_first_use_patch_once() -> None:
     assert patches == [model]
     assert len(found) == 4
     assert all(torch.allclose(one, found[0], atol=1e-5) for one in found)
+
+
+def test_a_changed_weight_child_or_dtype_is_seen() -> None:
+    model, batch = patched("llama"), full_batch()
+    model.generate(**batch, max_new_tokens=3, do_sample=False)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(torch.linspace(-1, 1, 64))  # in place: the step reads the same memory
+    model.model.layers[0].input_layernorm.weight = nn.Parameter(torch.linspace(0.5, 2, 64))
+    found = decode(model, batch, 3)
+    torch.testing.assert_close(found, decode(by_modules(copy.deepcopy(model)), batch, 3), rtol=1e-4, atol=1e-4)
+    steps = native_steps(model)
+    assert steps == 2 + 3
+    model.to(torch.bfloat16)
+    decode(model, batch, 2)
+    assert native_steps(model) == steps

@@ -5,7 +5,7 @@
 template <class F> constexpr int SCALE_BYTES = 4 * F::GROUPS;                         // a row pair and step
 template <class F> constexpr int TABLES = F::GROUPS ? 1 + two_tables(F::OFFSET) : 0;  // scales, offsets
 template <class F> constexpr int WEIGHT_BYTES = COMPACT<F> || THREE_BITS<F> ? F::STEP_BYTES : 1024;  // a warp and step
-template <class F> constexpr int TABLE_BYTES = 8 * SCALE_BYTES<F>;                    // of a tile and step
+template <class F> constexpr int TABLE_BYTES = 8 * SCALE_BYTES<F>;  // of a tile and step
 template <class F> constexpr int SLOT_BYTES = WEIGHT_BYTES<F> + TABLE_BYTES<F> * TABLES<F>;
 // Of a stage in shared memory: the scales of its 16 rows, where a stage has scales.
 template <class F> constexpr int STAGE_SCALE_BYTES = SHARED_STAGES && STAGE_SCALES<F> ? 64 : 0;

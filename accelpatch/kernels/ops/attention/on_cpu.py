@@ -26,9 +26,8 @@ def why_not(spec: Spec, device: Device) -> str | None:
         return "the native kernel runs on a CPU"
     if spec.dtype != torch.float32:
         return f"the native kernel takes float32, not {spec.dtype}"
-    for what in ("bias", "sinks"):
-        if options[what]:
-            return f"the native kernel takes no {what}"
+    if options["bias"]:
+        return "the native kernel takes no bias"
     if not 0 < sizes["L"] <= FEW or not sizes["B"]:
         return f"the native kernel takes 1 to {FEW} queries"
     if sizes["H"] > MOST_GROUPED * sizes["Hkv"]:
@@ -53,6 +52,7 @@ def by_cpu(
         both = torch.stack((first, last + 1), -1).expand(batch, length, 2)
     else:
         both = ranges.to(torch.int64)
+    held = None if sinks is None else sinks.float().contiguous()
     empty = both[..., 1] <= both[..., 0]
     starts = both[..., 0].clamp(max=keys - 1).contiguous()
     slots = torch.where(empty, starts, both[..., 1] - 1).contiguous()
@@ -60,6 +60,7 @@ def by_cpu(
         call = Attention(
             pointer(rows[row]), pointer(k[row]), pointer(v[row]), pointer(y[row]), pointer(slots[row]),
             pointer(starts[row]), length, heads, kv_heads, size, 0, k.stride(1), window, scaling, softcap,
+            pointer(held),
         )  # fmt: skip
         check(native().ap_attention_run(byref(call), threads()), f"q of shape {list(q.shape)}")
     return y.masked_fill_(empty[..., None, None], 0) if ranges is not None else y

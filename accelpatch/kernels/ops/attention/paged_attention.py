@@ -128,8 +128,6 @@ def why_not_cpu(spec: Spec, device: Device) -> str | None:
         return "the native kernel runs on a CPU"
     if spec.dtype != torch.float32:
         return f"the native kernel takes float32, not {spec.dtype}"
-    if spec.options["sinks"]:
-        return "the native kernel takes no sinks"
     if spec.sizes["H"] > MOST_GROUPED * spec.sizes["Hkv"]:
         return f"the native kernel takes up to {MOST_GROUPED} query heads of a key head"
     return native_library.why_not(device)
@@ -152,9 +150,11 @@ def by_cpu(
         queries = (q if whole else q[own]).contiguous()
         out = y if whole else torch.empty_like(queries)
         starts = starts if not window else torch.maximum(starts, ends - window)
+        held = None if sinks is None else sinks.float().contiguous()
         call = Pages(
             *map(pointer, (queries, keys, values, out, index, starts, ends)),
             len(own), q.shape[1], k.shape[1], q.shape[2], len(keys), scaling, softcap,
+            pointer(held),
         )  # fmt: skip
         check(native().ap_pages_run(byref(call), threads()), f"q of shape {list(q.shape)}")
         if not whole:

@@ -15,6 +15,7 @@ from torch.nn import functional
 from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.arguments import FLOATS, require, say
+from accelpatch.kernels.cpu import stored
 from accelpatch.kernels.layouts.gguf_blocks import FORMS, GgufBlocks, columns, row_bytes
 from accelpatch.kernels.operation import operation
 from accelpatch.kernels.ops.linear import common, gguf_elements, gradient
@@ -117,6 +118,11 @@ def by_triton(x: Tensor, blocks: Tensor, form: str, bias: Tensor | None = None) 
     return run(x, blocks, form, bias)
 
 
+def by_cpu(x: Tensor, blocks: Tensor, form: str, bias: Tensor | None = None) -> Tensor:
+    """The implementation `cpu_stored`: the native library makes a block's values float in a core's cache."""
+    return stored.linear(x, blocks, form, None, bias)
+
+
 @operation("block_linear")
 def block_linear(x: Tensor, blocks: Tensor, form: str, bias: Tensor | None = None) -> Tensor:
     """y[..., N] = x[..., K] @ w^T + bias.
@@ -211,6 +217,7 @@ def embedding_cases() -> list[Case]:
 
 
 IMPLEMENTATIONS = {
+    "cpu_stored": Implementation(by_cpu, stored.why_not),
     "triton": Implementation(by_triton, triton_why_not),
     "torch": Implementation(by_torch, dispatch.anywhere),
 }

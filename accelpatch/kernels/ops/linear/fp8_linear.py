@@ -17,6 +17,7 @@ from accelpatch.device import Device
 from accelpatch.kernels import dispatch
 from accelpatch.kernels.arguments import FLOATS, HALVES, require, say
 from accelpatch.kernels.compiling.gpu_libraries import FP8_BLOCKS
+from accelpatch.kernels.cpu import stored
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import FP8, FP8_BLOCK, Fp8Rows, fp8_name
 from accelpatch.kernels.operation import operation
@@ -120,6 +121,16 @@ def by_torch(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) ->
     return common.by_row_blocks(x, q.shape[0], q.shape[1], rows, bias)
 
 
+def cpu_why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_cpu` cannot run a spec; None where it can."""
+    return "it reads e4m3fn alone" if form_of(spec) == fp8_name(FP8[1]) else stored.why_not(spec, device)
+
+
+def by_cpu(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The implementation `cpu_stored`: the native library, which makes 128 values float in a core's cache."""
+    return stored.linear(x, q, stored.E4M3, scale, bias)
+
+
 @operation("fp8_linear")
 def fp8_linear(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """y[..., N] = x[..., K] @ (q * scale)^T + bias.
@@ -163,6 +174,7 @@ def cases() -> list[Case]:
 
 
 IMPLEMENTATIONS = {
+    "cpu_stored": Implementation(by_cpu, cpu_why_not),
     "hip": Implementation(by_hip, why_not),
     "triton": Implementation(by_triton, triton_why_not),
     "torch": Implementation(by_torch, dispatch.anywhere),

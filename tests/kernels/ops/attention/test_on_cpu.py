@@ -35,9 +35,10 @@ def check(args: tuple[Any, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("call", [{}, {"causal": False}, {"window": 70}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("call", [{}, {"causal": False}, {"window": 70}, {"softcap": 3.0}, {"sinks": True}], ids=str)
 def test_the_float_rule(shape: tuple[int, ...], call: dict[str, Any]) -> None:
-    rest = (None, None, None, call.get("causal", True), call.get("window", 0), call.get("softcap", 0.0), 0.2)
+    sinks = torch.linspace(-3, 6, shape[1]) if call.get("sinks") else None
+    rest = (None, None, sinks, call.get("causal", True), call.get("window", 0), call.get("softcap", 0.0), 0.2)
     check((*made(*shape), *rest))
 
 
@@ -72,7 +73,6 @@ def test_it_is_chosen_for_a_step_over_many_keys() -> None:
         ({"length": 9}, "1 to 8 queries"),
         ({"heads": 130, "kv_heads": 2}, "64 query heads"),
         ({"bias": torch.bool}, "takes no bias"),
-        ({"sinks": True}, "takes no sinks"),
     ],
     ids=str,
 )

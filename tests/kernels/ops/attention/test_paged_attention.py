@@ -106,7 +106,7 @@ def check(run: Callable[..., Tensor], args: tuple[Any, ...], count: int) -> None
 
 
 @native
-@pytest.mark.parametrize("call", [call for call in CALLS.values() if not call.sinks], ids=str)
+@pytest.mark.parametrize("call", CALLS.values(), ids=str)
 def test_native(call: Call) -> None:
     args = made(call)
     assert dispatch.choose(paged_attention.OP, paged_attention.spec(*args), devices.probe("cpu")) == "cpu"

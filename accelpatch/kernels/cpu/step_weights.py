@@ -1,0 +1,94 @@
+"""What a native decode step takes: the weights and constants of each layer, and what all layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from accelpatch.kernels.cpu.native_library import ACTIVATIONS
+from accelpatch.kernels.cpu.step_experts import StepExperts
+from accelpatch.kernels.layouts.cpu_pack import Pack
+
+
+class NormWeight(NamedTuple):
+    """The float32 vector that a norm multiplies by (Gemma: 1 + weight), and its epsilon."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The weights and constants of one layer, whose sizes are those of its weights.
+
+    linears: a Pack with its bias for each of LINEARS (q k v o gate up down; of a layer with experts the first four).
+    norms: by their names in NORMS; missing names are norms that the layer does not have. activation: of ACTIVATIONS, of
+    experts of EXPERT_ACTIVATIONS. scale: of attention's scores. window: slots that attention looks back, 0 for all.
+    rope: index into the step's rotary frequencies. softcap: of the scores, 0 for none. sinks: float32 [heads], each a
+    score without a key. experts: of an MLP of experts, in the place of gate, up and down.
+    """
+
+    linears: dict[str, Pack]
+    norms: dict[str, NormWeight]
+    activation: str
+    scale: float
+    window: int = 0
+    rope: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    experts: StepExperts | None = None
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """Name of LINEARS -> (N, K); of experts those of each."""
+        held = {name: (pack.n, pack.k) for name, pack in self.linears.items()}
+        return held if self.experts is None else held | self.experts.sizes
+
+    def why_not(self, hidden: int, head_dim: int) -> str | None:
+        """Why it cannot be part of a step; None where it can."""
+        sizes = self.sizes
+        if reason := why_not_layer(hidden, head_dim, sizes):
+            return reason
+        if self.sinks is not None and self.sinks.shape != (heads := sizes["q"][0] // head_dim,):
+            return f"its sinks are {list(self.sinks.shape)} for {heads} heads"
+        if self.experts is not None:
+            return self.experts.why_not(hidden, self.activation)
+        return None if self.activation in ACTIVATIONS else f"the native step has no activation {self.activation!r}"
+
+    def kv_heads(self, head_dim: int) -> int:
+        """Number of key heads."""
+        return self.linears["k"].n // head_dim
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What all layers of a step share.
+
+    rope: (inverse frequencies[head_dim / 2], attention scaling), at most two. softcap: of the logits, 0 for none.
+    """
+
+    hidden: int
+    head_dim: int
+    rope: tuple[tuple[Tensor, float], ...]
+    embedding_scale: float = 1.0
+    softcap: float = 0.0
+
+
+Sizes = Mapping[str, tuple[int, int]]  # of LINEARS: name -> (N, K)
+
+
+def why_not_layer(hidden: int, head_dim: int, sizes: Sizes) -> str | None:
+    """Why a layer with linear layers of these sizes cannot be part of a step; None where it can."""
+    query, key, inner = (sizes[name][0] for name in ("q", "k", "gate"))
+    due = {"q": (query, hidden), "k": (key, hidden), "v": (key, hidden), "o": (hidden, query)}
+    due |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    for name, size in due.items():
+        if sizes[name] != size:
+            got = " x ".join(map(str, sizes[name]))
+            return f"its {name} is {got}, and {size[0]} x {size[1]} belongs to its other weights"
+    if not query or not key or query % head_dim or key % head_dim or query % key:
+        return f"{query} rows of q and {key} of k are no heads of {head_dim} that share key heads evenly"
+    return None if head_dim % 2 == 0 else f"its heads have {head_dim} columns, an odd number"
