@@ -10,6 +10,7 @@ import argparse
 import statistics
 from collections.abc import Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -27,16 +28,19 @@ Found = dict[str, Any]
 
 def timed(
     base: Any, calls: Mapping[str, Call], asked: argparse.Namespace, *, recipes: Mapping[str, Any] | None = None,
-    first: Mapping[str, Call] | None = None, compare: bool = False, **options: Any,
+    first: Mapping[str, Call] | None = None, peers: Mapping[str, Any] | None = None, compare: bool = False,
+    **options: Any,
 ) -> list[Found]:  # fmt: skip
     """A row a call, of the model as it is and patched by each recipe, verified; then how the calls ran.
 
-    first: the same calls for one token, with which a row says what a step of generate() takes. compare: whether a row
+    first: the same calls for one token, with which a row says what a step of generate() takes. peers: other engines
+    that answer the calls as a model does. compare: whether a row
     says how far the outputs are from the unpatched model's. options: those of patch().
     """
     recipes = recipes or {recipe: recipe for recipe in asked.recipes}
     engines = {STOCK: base}
     engines |= {name: patched(base, recipe, name, **options).model for name, recipe in recipes.items()}
+    engines |= peers or {}
     printed = Table(f"times {STOCK}, {turns(asked.repeats, WARM_UP)}")
     for name, call in calls.items():
         runs = {(engine, one): partial(once, partial(one, model), torch.device(asked.device))
@@ -45,7 +49,7 @@ def timed(
         middle = {key: 1e3 * statistics.median(seconds) for key, seconds in found.items()}
         every = [1e3 * one for one in found[STOCK, call]]
         row: Found = {"path": name, f"{STOCK}, ms": middle[STOCK, call], "its ends, ms": (min(every), max(every))}
-        row |= {f"{engine}, times": middle[STOCK, call] / middle[engine, call] for engine in recipes}
+        row |= {f"{engine}, times": middle[STOCK, call] / middle[engine, call] for engine in engines if engine != STOCK}
         if first:
             row |= {f"{engine}, ms a step": (middle[engine, call] - middle[engine, first[name]]) / (asked.tokens - 1)
                     for engine in engines}  # fmt: skip
@@ -81,7 +85,9 @@ def encoder_decoder(asked: argparse.Namespace) -> Found:
         calls, first = (
             {name: text.call(asked.prompt, new) for name, text in texts.items()} for new in (asked.tokens, 1)
         )
-        rows += timed(shaped(shape, asked), calls, asked, first=first)
+        model = shaped(shape, asked)
+        peers = {name: import_module(f"scripts.benchmarks.{name}").Whisper(model) for name in asked.peers}
+        rows += timed(model, calls, asked, first=first, peers=peers)
     return {"rows": rows}
 
 
@@ -149,6 +155,7 @@ TOPICS = {
         "first takes.",
         (cases(["whisper", "whisper-16", "t5", "t5-beams"], "The calls to time.", TEXTS),
          Option("tokens", 64, "New tokens of a call."), Option("prompt", 128, "Tokens of the encoder's text."),
+         Option("peers", [], "Other engines beside Whisper on a CPU, in 8 bits.", choices=["ctranslate2"]),
          *MEASURED, TINY),
         encoder_decoder,
     ),
