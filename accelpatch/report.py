@@ -146,9 +146,9 @@ class Report:
         """What is replaced by what, and the bytes. arch: behind the device's name."""
         title = f"{self.model} with recipe {self.recipe} on {self.device}{arch}"
         table = ["", site_table(self.sites), ""]
-        token, held = self.token_bytes, self.resident_bytes
+        token, resident = self.token_bytes, self.resident_bytes
         read = f"bytes a token: {human(token[0])} -> {human(token[1])} ({ratio(token)})"
-        weights = f"weights held: {human(held[0])} -> {human(held[1])} ({ratio(held)})"
+        weights = f"weights held: {human(resident[0])} -> {human(resident[1])} ({ratio(resident)})"
         return [title, *fused_lines(self.sites), *table, f"{read}; {weights}"]
 
     def __str__(self) -> str:

@@ -107,10 +107,10 @@ def _digest(entry: Entry, weight: Tensor) -> str:
     assert entry.choice is not None
     assert entry.replacer is not None
     facts = f"{entry.replacer.name} {sorted(entry.choice.detail.items())} {weight.dtype} {list(weight.shape)}"
-    held = hashlib.sha256(facts.encode())
+    digest = hashlib.sha256(facts.encode())
     for part in [weight] if weight.is_cpu else _sums(weight):
-        held.update(bytes_of(part))
-    return held.hexdigest()
+        digest.update(bytes_of(part))
+    return digest.hexdigest()
 
 
 def _sums(weight: Tensor) -> list[Tensor]:

@@ -106,12 +106,12 @@ def code_object(text: str, arch: str, made_from: dict[str, Any]) -> bytes:
 def _checked(folder: Path, facts: dict[str, Any]) -> bytes:
     advice = f"remove it by `accelpatch cache clear`, or remove {folder}"
     try:
-        data, held = (folder / "kernel.co").read_bytes(), json.loads((folder / "kernel.json").read_text())
+        data, stored = (folder / "kernel.co").read_bytes(), json.loads((folder / "kernel.json").read_text())
     except (OSError, ValueError) as error:
         raise CacheError(f"the cached kernel {folder} cannot be read ({error}): {advice}") from error
-    if held != {**facts, "code": held.get("code")}:
+    if stored != {**facts, "code": stored.get("code")}:
         raise CacheError(f"the cached kernel {folder} was made from something else than this kernel: {advice}")
-    if held["code"] != _digest(data):
+    if stored["code"] != _digest(data):
         raise CacheError(f"the cached kernel {folder} is not what was written there: {advice}")
     return data
 

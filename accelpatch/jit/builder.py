@@ -197,9 +197,9 @@ class Builder(ControlFlow):
 
     def any(self, condition: Condition) -> Node:
         """Whether a condition of vectors holds for any active lane: a condition of scalars."""
-        held = self.temporary("s", types.U64)
-        self.emit("s_and_b64", held, self.mask(condition), "exec")
-        return expressions.compare("!=", held, 0)
+        active = self.temporary("s", types.U64)
+        self.emit("s_and_b64", active, self.mask(condition), "exec")
+        return expressions.compare("!=", active, 0)
 
 
 def _type_at(description: Sequence[Any]) -> int:

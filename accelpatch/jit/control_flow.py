@@ -115,8 +115,8 @@ class ControlFlow:
         """``with J.While(a < b) as loop:`` repeats its body; the condition is computed anew each time. Without one it
         ends by Break alone."""
         self._settle()
-        held = None if condition is None else _condition(condition, "While")
-        with self._loop(Loop(self._J, held)) as loop:
+        test = None if condition is None else _condition(condition, "While")
+        with self._loop(Loop(self._J, test)) as loop:
             yield loop
 
     @contextlib.contextmanager

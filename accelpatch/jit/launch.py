@@ -68,9 +68,9 @@ def launch(
     device = torch.cuda.current_device()
     queue = torch.cuda.current_stream().cuda_stream if stream is None else stream
     function = _function(code, name, device)
-    held, size = ctypes.create_string_buffer(arguments, max(1, len(arguments))), ctypes.c_size_t(len(arguments))
+    buffer, size = ctypes.create_string_buffer(arguments, max(1, len(arguments))), ctypes.c_size_t(len(arguments))
     extra = (ctypes.c_void_p * 5)(
-        _BUFFER, ctypes.cast(held, ctypes.c_void_p), _SIZE, ctypes.cast(ctypes.byref(size), ctypes.c_void_p), _END
+        _BUFFER, ctypes.cast(buffer, ctypes.c_void_p), _SIZE, ctypes.cast(ctypes.byref(size), ctypes.c_void_p), _END
     )
     _call("hipModuleLaunchKernel", function, *map(ctypes.c_uint, (*grid, *block)), ctypes.c_uint(0),
           ctypes.c_void_p(queue), None, extra)  # fmt: skip

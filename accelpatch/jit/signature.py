@@ -129,9 +129,9 @@ def number(one: Argument, value: Any) -> bytes:
 def packed(arguments: Sequence[Argument], values: Mapping[str, Any]) -> bytes:
     """The segment of arguments of a launch on a GPU. Raises ArgumentError."""
     offsets, size = layout(tuple(arguments))
-    held = bytearray(size)
+    block = bytearray(size)
     for one, offset in zip(arguments, offsets, strict=True):
         value = values[one.name]
         data = address(one, value, on_gpu=True).to_bytes(8, "little") if one.pointer else number(one, value)
-        held[offset : offset + len(data)] = data
-    return bytes(held)
+        block[offset : offset + len(data)] = data
+    return bytes(block)

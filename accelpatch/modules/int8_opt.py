@@ -271,5 +271,5 @@ def int8_layer(layer: nn.Module, tensors: Mapping[str, Tensor]) -> Int8OPTDecode
         for name, part in other._modules.items():
             if isinstance(part, StaticInt8) and name in one._modules:
                 tables = vars(one._modules[name]).items()
-                vars(part).update({table: held for table, held in tables if table.startswith(HOOKED)})
+                vars(part).update({table: value for table, value in tables if table.startswith(HOOKED)})
     return new

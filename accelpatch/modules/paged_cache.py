@@ -27,16 +27,16 @@ class PagedLayer:
 class PagedCache(PagedAttentionCache):
     """Stands for a PagedAttentionCache in one call: keys and values are written and read by attention alone.
 
-    It is of transformers' class, for which the model makes no masks. held: index of a layer -> (its keys and values
+    It is of transformers' class, for which the model makes no masks. layers: index of a layer -> (its keys and values
     [S, Hkv, D], its window, 0 for none, and the index of its group); groups: each group's rows.
     """
 
-    def __init__(self, held: Callable[[int], tuple[Tensor, Tensor, int, int]], groups: Sequence[PagedRows]):
-        self._held, self._groups = held, groups
+    def __init__(self, layers: Callable[[int], tuple[Tensor, Tensor, int, int]], groups: Sequence[PagedRows]):
+        self._layers, self._groups = layers, groups
 
     def of(self, layer: int) -> PagedLayer:
         """The layer's part."""
-        keys, values, window, group = self._held(layer)
+        keys, values, window, group = self._layers(layer)
         return PagedLayer(keys, values, window, self._groups[group])
 
     @property

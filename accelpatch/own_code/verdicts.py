@@ -43,11 +43,11 @@ class Snapshot:
 
     def _other_kinds(self) -> bool:
         """Whether a parameter is of another class or layout; their buffers are replaced whenever a model moves."""
-        held = self._parameters()
-        if len(held) == len(self._held) and all(map(is_, held, self._held)):
+        parameters = self._parameters()
+        if len(parameters) == len(self._held) and all(map(is_, parameters, self._held)):
             return False
-        self._held = held
-        return list(map(_kind, held)) != self._kinds
+        self._held = parameters
+        return list(map(_kind, parameters)) != self._kinds
 
     def changed(self) -> bool:
         """Whether other code would run now: of a class or function, or by a module's class, method or tensors."""

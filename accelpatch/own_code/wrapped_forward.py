@@ -22,8 +22,8 @@ def bind_wrapped(module: nn.Module) -> None:
 
 def wraps_own_forward(module: nn.Module) -> bool:
     """Whether accelerate's wrapper around a module calls the forward of its class, and none that was set on it."""
-    held = getattr(vars(module).get("_old_forward"), "__func__", None)
-    return held is not None and held is getattr(type(module), "forward", None)
+    function = getattr(vars(module).get("_old_forward"), "__func__", None)
+    return function is not None and function is getattr(type(module), "forward", None)
 
 
 def has_own_forward(module: nn.Module) -> bool:

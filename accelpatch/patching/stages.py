@@ -111,7 +111,7 @@ def verified_build(
     plan, extent = request.planned, request.extent
     if captured.missing is None:
         check_bounds(plan)
-    held, kinds, places = list[Checked](), first_of_kind(plan), Counter[str]()
+    accepted, kinds, places = list[Checked](), first_of_kind(plan), Counter[str]()
     failed, seen = dict[str, str](), dict[str, Entry]()
     for done, entry in enumerate(plan.replaced):
         path = entry.site.path
@@ -124,7 +124,7 @@ def verified_build(
         seen[path], places[kinds[path]] = built.entry, places[kinds[path]] + 1
         problem = _problem(checked, request, kinds[path] if kinds[path] in failed else None)
         if problem is None:
-            held.append(checked)
+            accepted.append(checked)
         elif plan.recipe.verify.on_failure == "error":
             raise VerifyError(f"{path}: {problem}; nothing was changed")
         else:
@@ -135,8 +135,8 @@ def verified_build(
         request.watch("build and verify", done + 1, len(plan.replaced))
     entries = tuple(seen.get(entry.site.path, entry) for entry in plan.entries)
     failed = with_groups(failed, plan.groups)
-    held = [checked for checked in held if checked.built.entry.site.path not in failed]
-    return held, replace(plan, entries=entries).without(failed)
+    accepted = [checked for checked in accepted if checked.built.entry.site.path not in failed]
+    return accepted, replace(plan, entries=entries).without(failed)
 
 
 def _problem(checked: Checked, request: Request, failed: str | None) -> str | None:

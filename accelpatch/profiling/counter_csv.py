@@ -102,11 +102,11 @@ def _ncu(row: Mapping[str, str], units: Mapping[str, str]) -> DispatchRecord:
         return DispatchRecord(row["Kernel Name"], spent, found, {}, row["ID"])
     counters = {name: _float(value) for name, value in row.items() if "__" in name and _is_number(value)}
     spent = counters.get(DURATION[0], 0.0) * NCU_TIMES.get(units.get(DURATION[0], ""), 0.0)
-    held = {
+    columns = {
         "vector registers": "launch__registers_per_thread", "shared": "launch__shared_mem_per_block",
         "threads": "launch__block_size",
     }  # fmt: skip
-    resources = {label: counters[name] for label, name in held.items() if name in counters}
+    resources = {label: counters[name] for label, name in columns.items() if name in counters}
     return DispatchRecord(row["Kernel Name"], spent, counters, resources, row["ID"])
 
 

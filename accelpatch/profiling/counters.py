@@ -115,9 +115,9 @@ def text(found: list[KernelCounters], most: int = 40) -> str:
     total = sum(one.microseconds for one in found) or 1.0
     rows: list[tuple[str, ...]] = [("kernel", "runs", "us", "share", "resources")]
     for one in found[:most]:
-        held = ", ".join(f"{name} {value:g}" for name, value in one.resources.items())
+        resource_text = ", ".join(f"{name} {value:g}" for name, value in one.resources.items())
         name, share = plain(one.kernel), f"{one.microseconds / total:.1%}"
-        rows.append((name, str(one.runs), f"{one.microseconds:,.1f}", share, held))
+        rows.append((name, str(one.runs), f"{one.microseconds:,.1f}", share, resource_text))
     lines = [table(rows)]
     if len(found) > most:
         lines.append(f"and {len(found) - most} kernels that took less; --json lists all")

@@ -77,7 +77,7 @@ def _rows(base: sqlite3.Connection, path: Path, view: str, counters: bool) -> li
         )
     run = place(("dispatch_id", "id"))
     duration, start, end = (place((one,)) for one in ("duration", "start", "end"))
-    held = {label: found for label, names in RESOURCES.items() if (found := place(names)) is not None}
+    places = {label: found for label, names in RESOURCES.items() if (found := place(names)) is not None}
     made = []
     for row in cursor:
         if counters:
@@ -90,7 +90,7 @@ def _rows(base: sqlite3.Connection, path: Path, view: str, counters: bool) -> li
         spent = _number(row[duration]) if duration is not None else 0.0
         if duration is None and start is not None and end is not None:
             spent = _number(row[end]) - _number(row[start])
-        resources = {label: _number(row[at]) for label, at in held.items()}
+        resources = {label: _number(row[at]) for label, at in places.items()}
         made.append(DispatchRecord(str(row[name]), spent / 1e3, {}, resources, _run(row, run)))
     return made
 

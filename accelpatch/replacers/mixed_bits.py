@@ -98,14 +98,14 @@ def measured(
     reference = _References(runner)
     for done, (block, inside) in enumerate(blocks.items()):
         together = [[path] for path in inside] if block == OUTSIDE else _of_one_input(model, runner, block, inside)
-        held = (kept.held(f"{block}.bits") if kept is not None else None) or {}
+        stored = (kept.held(f"{block}.bits") if kept is not None else None) or {}
         made: dict[str, dict[str, Tensor]] = {}
         for group in together:
-            options = _taken(held.get(group[0], {}), list(entries)) or _options(entries, group, reference)
+            options = _taken(stored.get(group[0], {}), list(entries)) or _options(entries, group, reference)
             made[group[0]] = _as_tensors(options)
             weights = sum(_count(_any(entries, path)) for path in group)
             found.append(Measured(tuple(group), weights, tuple(options)))
-        if kept is not None and not held:
+        if kept is not None and not stored:
             kept.keep(f"{block}.bits", made)
         if block != OUTSIDE:
             runner.run(block, True, lambda: None)
@@ -202,9 +202,9 @@ def _rounded(entries: Sequence[Entry]) -> tuple[int, list[tuple[nn.Parameter, Te
             tensors = list(made.tensors().values())
             floats.append(floats_of_linear(entry, SiteStatistics(rounded=made)))
         else:
-            held = nearest_experts(entry)
-            tensors = list(held.values())
-            floats += floats_of(entry, held)
+            stored = nearest_experts(entry)
+            tensors = list(stored.values())
+            floats += floats_of(entry, stored)
         bits += sum(8 * one.numel() * one.element_size() for one in tensors)
     return bits, floats
 
@@ -222,6 +222,6 @@ def _as_tensors(options: Sequence[Option]) -> dict[str, Tensor]:
     return {one.name: torch.tensor([one.bits, one.loss], dtype=torch.float64) for one in options}
 
 
-def _taken(held: Mapping[str, Tensor], names: Sequence[str]) -> list[Option]:
-    found = {name: held[name].tolist() for name in names if name in held}
+def _taken(stored: Mapping[str, Tensor], names: Sequence[str]) -> list[Option]:
+    found = {name: stored[name].tolist() for name in names if name in stored}
     return [Option(name, round(bits), loss) for name, (bits, loss) in found.items()]

@@ -24,13 +24,13 @@ def place(source: Source) -> Path | None:
 
 def key(files: Iterable[Path], *facts: str) -> str:
     """A name for an export: of the model's files (names, sizes, times of change) and what it is made with."""
-    held = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(files):
         about = file.stat()
-        held.update(f"{file.name} {about.st_size} {about.st_mtime_ns}\n".encode())
+        digest.update(f"{file.name} {about.st_size} {about.st_mtime_ns}\n".encode())
     for fact in facts:
-        held.update(f"{len(fact)} {fact}\n".encode())
-    return held.hexdigest()[:32]
+        digest.update(f"{len(fact)} {fact}\n".encode())
+    return digest.hexdigest()[:32]
 
 
 def folder(name: str, quantize: Callable[[Path], object] | None, export: Callable[[Path, Path], object]) -> Path:

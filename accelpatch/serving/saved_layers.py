@@ -77,8 +77,8 @@ class SavedLayers:
 
     def _layer(self, path: str) -> SavedLayer:
         replacer, tensors = self._saved.sites[path], self._saved.tensors
-        held = {part: tensors[f"{path}.{part}"] for part in PARTS if f"{path}.{part}" in tensors}
-        odd = sorted(held.keys() & {"order", "input_scale"})
+        found = {part: tensors[f"{path}.{part}"] for part in PARTS if f"{path}.{part}" in tensors}
+        odd = sorted(found.keys() & {"order", "input_scale"})
         if replacer not in KINDS or odd:
             why = f"has {odd[0]}" if odd else f"is replaced by {replacer}"
             raise LoadError(
@@ -86,7 +86,7 @@ class SavedLayers:
                 "act-order and static scales; `accelpatch export` writes what vLLM reads by itself"
             )
         parts = {}
-        for name, stored in held.items():
+        for name, stored in found.items():
             if stored.dtype not in DTYPES or len(stored.shape) != 2:
                 raise LoadError(f"{stored.file}: {path}.{name} is {stored.dtype} {list(stored.shape)}: write it again")
             parts[name] = Part(DTYPES[stored.dtype], stored.shape[1])

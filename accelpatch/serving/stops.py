@@ -33,8 +33,8 @@ class Cut:
 
     def rest(self) -> str:
         """What was held back, at the end of all pieces."""
-        held, self._held = self._held, ""
-        return held
+        kept_back, self._held = self._held, ""
+        return kept_back
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -119,11 +119,11 @@ class SavedLinearMethod(LinearMethodBase):
         rows = weight_of(self._saved.kind, parts)
         for name in parts:
             delattr(layer, name)
-        held: Any = layer
-        held.accelpatch_rows = rows.n
+        target: Any = layer
+        target.accelpatch_rows = rows.n
         native = self._dtype == torch.float32 and not rows.w.is_floating_point()  # what the CPU's packs are for
         native = native and native_library.why_not(devices.probe("cpu")) is None
-        held.accelpatch_weight = hold(laid_out(rows, self._dtype, packable=native))
+        target.accelpatch_weight = hold(laid_out(rows, self._dtype, packable=native))
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return served_linear(x, bias, layer.accelpatch_weight, layer.accelpatch_rows)

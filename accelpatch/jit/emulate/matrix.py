@@ -153,8 +153,8 @@ def addend_of(d: Decoding, operand: Operand, shape: Shape) -> Callable[[Wave, tu
     """C as [blocks, m, m], or a constant."""
     dtype = {"f32": F32, "i32": np.int32, "f64": F64}[shape.result]
     if operand.kind != "register":
-        held: Array = np.array([constant(d, operand, shape.result)], f"u{np.dtype(dtype).itemsize}").view(dtype)
-        return lambda w, places: held.astype(F64 if shape.result != "i32" else np.int64)
+        fixed: Array = np.array([constant(d, operand, shape.result)], f"u{np.dtype(dtype).itemsize}").view(dtype)
+        return lambda w, places: fixed.astype(F64 if shape.result != "i32" else np.int64)
     row = row_of(d, d.reading(operand), shape.results)
     wide = np.int64 if shape.result == "i32" else F64
 

@@ -27,8 +27,8 @@ LOW = [0, 0, 0, 0]
 def word(d: Decoding, operand: Operand) -> Reader:
     """A source's 32 bits; a float constant is a half in the low 16."""
     if operand.kind == "float":
-        held: Array = np.array([constant(d, operand, "f16")], U32)
-        return lambda w: held
+        fixed: Array = np.array([constant(d, operand, "f16")], U32)
+        return lambda w: fixed
     return read(d, operand, "u32")
 
 

@@ -135,7 +135,7 @@ class Code:
         self.constants = {
             name: (ctypes.c_uint8 * len(data)).from_buffer_copy(data) for name, data in program.data.items()
         }
-        program.addresses = {name: ctypes.addressof(held) for name, held in self.constants.items()}
+        program.addresses = {name: ctypes.addressof(memory) for name, memory in self.constants.items()}
         self.ready: list[Instruction | None] = [None] * (len(program.lines) + 1)
 
     def decode(self, at: int) -> Instruction:

@@ -99,8 +99,8 @@ def _read_same(d: Decoding, operand: Operand, kind: str, source: int, high: bool
         return _narrowed(source_select(d, operand, source, whole), kind)
     bits = constant(d, operand, kind) if operand.kind != "expression" else evaluate(d, operand.text)
     d.modifier(f"src{source}_sel")
-    held: Array = np.array([bits >> shift & cut], raw).view(dtype)
-    return lambda w: held
+    fixed: Array = np.array([bits >> shift & cut], raw).view(dtype)
+    return lambda w: fixed
 
 
 def modified(d: Decoding, operand: Operand, kind: str, made: Reader) -> Reader:

@@ -41,7 +41,7 @@ def _scalar(arch: str, first: Placed, second: Placed) -> int:
         need = 1
     if first.name.startswith("s_setreg") and second.name.startswith(("s_getreg", "s_setreg")):
         need = 2
-    stored = max((held for held in first.operands if held & VECTORS), key=int.bit_count, default=0)
+    stored = max((operand for operand in first.operands if operand & VECTORS), key=int.bit_count, default=0)
     wide = first.unit in _MEMORY and "store" in first.one.form.flags and stored.bit_count() > 2
     if wide and second.unit in (*_VALU, "matrix") and second.writes & stored:
         need = max(need, 1 if arch == "gfx90a" else 2)
@@ -97,7 +97,7 @@ def _after_dot(first: Placed, second: Placed) -> int:
     same, result = first.name == second.name, first.writes & VECTORS
     addend = second.operands[3] if same and len(second.operands) > 3 else second.operands[0] if same else 0
     factors = second.operands[1:3] if same else second.operands
-    read = any(held & result for held in factors)
+    read = any(operand & result for operand in factors)
     return 3 if read or (result & second.writes and not same and not result & addend) else 0
 
 

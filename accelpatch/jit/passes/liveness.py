@@ -113,10 +113,10 @@ def _forward(program: Program, found: Flow, start: int) -> None:
 def check_written(program: Program, found: Flow) -> None:
     """Raises CompileError where a register is read that nothing can have written."""
     for block in program.reached():
-        held = found.held_in[block]
+        written = found.held_in[block]
         for one in block.instructions:
             for operand, slot in zip(one.operands, one.form.operands, strict=True):
-                if isinstance(operand, Part) and slot.use == "" and operand.mask & ~held:
+                if isinstance(operand, Part) and slot.use == "" and operand.mask & ~written:
                     name, line = operand.register.name, operand.register.line
                     fail(f"{one.name} reads {name} of {line} before anything is written there", one.line)
-            held |= one.writes
+            written |= one.writes

@@ -57,7 +57,7 @@ def placed(one: Instruction, places: Places) -> Placed:
         reads |= special(name)
     for name in one.form.writes:
         writes |= special(name)
-    for held, slot in zip(operands, one.form.operands, strict=True):
-        reads |= held if slot.reads else 0
-        writes |= held if slot.writes else 0
+    for registers, slot in zip(operands, one.form.operands, strict=True):
+        reads |= registers if slot.reads else 0
+        writes |= registers if slot.writes else 0
     return Placed(one, operands, reads, writes)

@@ -146,7 +146,7 @@ def choose(J: Builder, node: Select, target: Value) -> None:
             pair = (half(one, at) if target.dwords == 2 else one for one in (first, second))
             scalar.emit(J, "s_cselect_b32", target.dword(at), *pair)
         return
-    held = mask(J, node.condition)
+    lanes = mask(J, node.condition)
     for at in range(target.dwords):
         parts = (vector.beside_mask(J, half(one, at) if target.dwords == 2 else one) for one in (no, yes))
-        J.emit("v_cndmask_b32", target.dword(at), *parts, held)
+        J.emit("v_cndmask_b32", target.dword(at), *parts, lanes)

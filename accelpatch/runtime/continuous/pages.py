@@ -22,8 +22,8 @@ READ, WRITE, QUERIES, KEYS = "read_index", "write_index", "cu_seq_lens_q", "cu_s
 
 def is_paged(given: Mapping[str, Any]) -> bool:
     """Whether a call, its arguments by name, is one of continuous batching over transformers' own cache."""
-    held = given.get(PAGED_CACHE)
-    return isinstance(held, PagedAttentionCache) and not isinstance(held, PagedCache)
+    cache = given.get(PAGED_CACHE)
+    return isinstance(cache, PagedAttentionCache) and not isinstance(cache, PagedCache)
 
 
 def why_not(given: Mapping[str, Any]) -> str | None:
@@ -46,7 +46,7 @@ def paged_cache(given: Mapping[str, Any]) -> PagedCache:
         PagedRows(queries, keys[kind] if isinstance(keys, Mapping) else keys, index, places, longest)
         for kind, index, places in zip(kinds, read, write, strict=True)
     ]
-    return PagedCache(_held(cache), groups)
+    return PagedCache(_pages_of(cache), groups)
 
 
 def _kinds(cache: Any) -> list[str]:
@@ -59,11 +59,11 @@ def _kinds(cache: Any) -> list[str]:
 
 def _windows(cache: Any) -> dict[int, int]:
     """The window of each layer, 1 for none, of versions before 5.24."""
-    held = cache.sliding_windows
-    return dict(held.items() if isinstance(held, Mapping) else enumerate(held))
+    windows = cache.sliding_windows
+    return dict(windows.items() if isinstance(windows, Mapping) else enumerate(windows))
 
 
-def _held(cache: Any) -> Any:
+def _pages_of(cache: Any) -> Any:
     """A layer's index -> (keys, values, window, group)."""
     if hasattr(cache, "cache_allocators"):
 
@@ -75,9 +75,9 @@ def _held(cache: Any) -> Any:
         return of
     windows = _windows(cache)
 
-    def held(layer: int) -> tuple[Tensor, Tensor, int, int]:
+    def layer_pages(layer: int) -> tuple[Tensor, Tensor, int, int]:
         group, inside = cache.layer_index_to_group_indices[layer]
         window = windows[layer]
         return cache.key_cache[inside], cache.value_cache[inside], window if window > 1 else 0, int(group)
 
-    return held
+    return layer_pages

@@ -97,15 +97,15 @@ def _configurations(model: Any) -> dict[int, Any]:
     return {id(one): one for one in every if SETTING in getattr(one, "__dict__", {})}
 
 
-def _loop(held: Any, *args: Any, **kwargs: Any) -> Any:
+def _loop(reference: Any, *args: Any, **kwargs: Any) -> Any:
     """The thread of a manager; torch's own threads are off the cores between its calls of the model."""
-    manager = held()
+    manager = reference()
     with one_thread():
         return type(manager)._run_generation_loop(manager, *args, **kwargs)
 
 
-def _stop(session: Session, held: Any, *args: Any, **kwargs: Any) -> Any:
-    manager = held()
+def _stop(session: Session, reference: Any, *args: Any, **kwargs: Any) -> Any:
+    manager = reference()
     thread = manager._generation_thread
     try:
         return type(manager).stop(manager, *args, **kwargs)
@@ -115,9 +115,9 @@ def _stop(session: Session, held: Any, *args: Any, **kwargs: Any) -> Any:
             threading.Thread(target=session.end_after, args=(thread,), daemon=True).start()
 
 
-def _switch(name: str, held: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def _switch(name: str, reference: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """A manager that is kept prepares its calls as it first did: without masks, where it began with PAGED."""
-    manager = held()
+    manager = reference()
     if vars(model.config)[SETTING] != PAGED:
         manager.batch_processor = None
     return getattr(type(manager), name)(manager, model, *args, **kwargs)

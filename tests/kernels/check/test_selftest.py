@@ -27,7 +27,7 @@ def test_everything_passes_and_is_covered() -> None:
     of_gpus = {(name, True) for name in ("ck", "hip", "hip_gemm", "hip_unpack", "scaled_mm", "triton", "triton_wgmma")}
     of_gpus |= {(name, True) for name in ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")}
     of_packages = {(name, True) for name in attention_packages.IMPLEMENTATIONS}
-    some = {("int_mm", True), ("sdpa", True), ("cpu", True)}
+    some = {("int_mm", True), ("sdpa", True), ("cpu", True), ("cpu_stored", True)}
     left = "a GPU's kernels and other packages' alone do not run here, and cases that an implementation does not take"
     assert left_out == of_gpus | of_packages | some, left
     assert {
