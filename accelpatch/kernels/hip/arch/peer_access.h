@@ -15,7 +15,7 @@ DEVICE Words4 load_system16(const void* source) {
     const uint64_t high = __hip_atomic_load(from + 1, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
     return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
 }
-DEVICE void look_again(int) { __builtin_amdgcn_s_sleep(1); }
+DEVICE void backoff(int) { __builtin_amdgcn_s_sleep(1); }
 #else
 DEVICE void store_system16(void* into, const Words4& v) {
     asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(into), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
@@ -29,5 +29,5 @@ DEVICE Words4 load_system16(const void* source) {
         : "memory");
     return v;
 }
-DEVICE void look_again(int) {}  // what is awaited comes within a microsecond, and a pause is not much shorter
+DEVICE void backoff(int) {}  // what is awaited comes within a microsecond, and a pause is not much shorter
 #endif

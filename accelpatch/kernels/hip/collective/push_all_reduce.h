@@ -93,7 +93,7 @@ template <class T, int RANKS> DEVICE void push_and_add(const PushArgs& a, int bl
                 *a.failed = 1;
                 break;
             }
-            look_again(looks);
+            backoff(looks);
         }
         float sum[V::COUNT], more[V::COUNT];
         V::up(parts[0], sum);

@@ -8,7 +8,7 @@ DEVICE void store_system16(void* into, const Words4& v) {
     for (int i = 0; i < 4; ++i) delay(most_delay), static_cast<uint32_t*>(into)[i] = word_of(v, i);
 }
 DEVICE Words4 load_system16(const void* source) { return aligned(source, 16), *static_cast<const Words4*>(source); }
-DEVICE void look_again(int looks) {
+DEVICE void backoff(int looks) {
     if (looks == 1 << 16) std::abort();
     ++meeting.messages, emulator.yield();
 }
