@@ -51,6 +51,7 @@ KERNELS = (
     "decode_attention",
     "decode_attention_int8",
     "decode_attention_fp8",
+    "push_all_reduce",
 )
 ARCHS = {"gfx90a": None, "gfx942": 9402, "gfx950": 9500}  # the ISA version where the distribution's libraries lack it
 BITCODE = Path("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode")
@@ -160,7 +161,7 @@ def faults(arch: str, taken: Resources, code: str) -> list[str]:
     bad = []
     if taken.vector_spills or taken.scratch:
         bad.append(f"{taken.vector_spills} vector registers spilled, {taken.scratch} bytes of scratch")
-    if re.search("unpack_kernel|low_rank_kernel", taken.kernel):  # they multiply no weight
+    if re.search("unpack_kernel|low_rank_kernel|push_all_reduce", taken.kernel):  # they multiply no weight
         return bad
     meant = MEANT[arch, "F16" if "3F16" in taken.kernel else "Bf16"]
     if "attention_kernel" in taken.kernel or "int4_gemm" in taken.kernel:

@@ -44,7 +44,7 @@ class FusedLayer:
     for none. prepare: what is done to q and k before attention. multiplier: of both branches before they are added.
     parallel: the MLP reads the layer's input too; one norm at both places is computed once where rows are many.
     by_head: the columns of qkv are q, k and v of one head after the other (a launch more). across: adds up what the
-    ranks of a tensor-parallel job compute of o and down, before norm and residual; None without a job.
+    ranks of a tensor-parallel job compute of o and down, before norm and residual, or with the residual; None without.
     """
 
     qkv: FusedLinear | AdaptedLinear
@@ -61,7 +61,7 @@ class FusedLayer:
     multiplier: float = 1.0
     parallel: bool = False
     by_head: bool = False
-    across: Callable[[Tensor], Tensor] | None = None
+    across: Callable[..., Tensor] | None = None
 
     def __call__(self, x: Tensor, pending: Tensor | None, call: Call, place: int) -> tuple[Tensor, Tensor | None]:
         """The layer on the rows x + pending[M, K]; returns (x, rest), the rest to be added by the next norm.
@@ -87,6 +87,8 @@ class FusedLayer:
         """residual + multiplier norm(last(x))."""
         if self.multiplier == 1.0 and norm is None and self.across is None:
             return last(x, residual=residual)
+        if self.multiplier == 1.0 and norm is None and self.across is not None:
+            return self.across(last(x), residual)
         y = self._of_all(last(x))
         if self.multiplier != 1.0:
             return torch.add(residual, y if norm is None else _normed(norm, y, None)[0], alpha=self.multiplier)

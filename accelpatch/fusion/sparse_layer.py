@@ -45,7 +45,7 @@ class SparseMLP:
         logits = self.router.large_m(normal)
         ids, weights = choose_experts.function(logits, self.chosen, self.normalise, self.narrow)
         if (across := across_of(self.experts)) is not None:
-            return residual + across(self.experts.compute(normal, ids, weights))
+            return across(self.experts.compute(normal, ids, weights), residual)
         return self.experts.compute(normal, ids, weights, residual)
 
     def of_few(self, x: Tensor, norm: FusedNorm) -> Tensor:
@@ -54,7 +54,7 @@ class SparseMLP:
         given, across = (norm.weight, norm.eps, norm.plus_one), across_of(self.experts)
         if across is not None:
             part = self.experts.compute_routed(x, given, self.router(x, norm), choice, torch.zeros_like(x))
-            return x + across(part)
+            return across(part, x)
         return self.experts.compute_routed(x, given, self.router(x, norm), choice, x)
 
 

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelpatch.errors import PatchError
+from accelpatch.errors import KernelError, PatchError
 from accelpatch.parallel import peer_memory
 from accelpatch.parallel.peer_memory import PeerMemory
+from accelpatch.parallel.push_memory import PushMemory
 from accelpatch.parallel.watchdog import STALE, Watchdog
 
 MOST = timedelta(minutes=10)  # that a collective may wait for a rank that still gives signs
@@ -49,43 +50,48 @@ class Group:
     @property
     def by(self) -> str:
         """By what activations are added up, for reports."""
-        small = f", up to {peer_memory.MOST >> 10} KB one-shot over peer memory" if self.peers is not None else ""
+        kind = {peer_memory.ONE_SHOT: "one-shot", peer_memory.PUSH: "one-shot push"}
+        small = (
+            ""
+            if self.peers is None
+            else (f", up to {peer_memory.MOST >> 10} KB {kind[self.peers.way]} over peer memory")
+        )
         return f"{self.backend}{small}"
 
     def sum_by(self, way: str) -> None:
-        """From here on add up small messages by `way`: "" or "nccl" as all others, "one_shot" over peer memory.
+        """From here on add up small messages by `way`: "" or "nccl" as all others, else over peer memory.
 
         Raises PatchError, on every rank, where one of them cannot; they add up as before by NCCL then.
         """
         self.peers = None
         if not peer_memory.wanted(way, self.device):
             return
-        peers = self._all_can(lambda: PeerMemory(self.device, dist.group.WORLD))
-        self._all_can(peers.share)
-        self._all_can(lambda: peers.check(self.rank, self.world))
+        kind = PushMemory if way == peer_memory.PUSH else PeerMemory
+        peers = self._all_can(way, lambda: kind(self.device, dist.group.WORLD))
+        self._all_can(way, peers.share)
+        self._all_can(way, lambda: peers.check(self.rank, self.world))
         self.peers = peers
 
-    def _all_can(self, step: Callable[[], Any]) -> Any:
+    def _all_can(self, way: str, step: Callable[[], Any]) -> Any:
         """What a step gave, which every rank takes. Raises PatchError, on every rank, where one could not."""
         made, why = None, None
         try:
             made = step()
-        except (ImportError, AttributeError, RuntimeError) as error:
+        except (ImportError, AttributeError, RuntimeError, KernelError) as error:
             why = (str(error).splitlines() or [type(error).__name__])[0]
         if (why := self.agreed(why)) is not None:
-            asked = f"{peer_memory.ASKED}={peer_memory.ONE_SHOT}"
-            raise PatchError(f"{asked} cannot run here ({why}): unset it, and NCCL takes its place")
+            raise PatchError(f"{peer_memory.ASKED}={way} cannot run here ({why}): unset it, and NCCL takes its place")
         return made
 
-    def all_reduce_(self, x: Tensor) -> Tensor:
-        """The sum of x over all ranks; may be written into x."""
+    def all_reduce_(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The sum of x over all ranks, plus residual; the sum may be written into x."""
         if self.peers is not None and self.peers.takes(x):
-            return self.peers.summed(x)
+            return self.peers.summed(x, residual)
         try:
             dist.all_reduce(x)
         except RuntimeError as error:
             raise self._named(error) from error
-        return x
+        return x if residual is None else residual + x
 
     def gather(self, x: Tensor, sizes: list[int]) -> Tensor:
         """[..., sum of sizes] of x[..., sizes[rank]], on every rank the same."""

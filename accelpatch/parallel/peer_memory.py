@@ -1,7 +1,8 @@
-"""The one-shot all-reduce: every rank reads all parts out of the other GPUs' memory and adds them up, in one launch.
+"""The one-shot all-reduce: every rank gets all parts through the GPUs' peer memory and adds them up, in one launch.
 
 For small messages it takes a fraction of NCCL's time. It needs torch's symmetric memory (peer access between the GPUs;
-NVLink multicast is not used), and only runs where the environment variable of `ASKED` asks for it.
+NVLink multicast is not used), and only runs where the environment variable of `ASKED` asks for it: by torch's kernel,
+which reads the others' memory (`ONE_SHOT`), or by our own, which writes into it (`PUSH`, push_memory.py).
 """
 
 from __future__ import annotations
@@ -14,24 +15,31 @@ from torch import Tensor
 
 from accelpatch.errors import PatchError
 
-ASKED, ONE_SHOT = "ACCELPATCH_ALL_REDUCE", "one_shot"
+ASKED, NCCL, ONE_SHOT, PUSH = "ACCELPATCH_ALL_REDUCE", "nccl", "one_shot", "push"
+WAYS = (NCCL, ONE_SHOT, PUSH)
 MOST = 256 << 10  # bytes of a message: above, every rank's reading of all parts takes longer than NCCL's ring
 ALIGNED = 16  # bytes that the kernel reads at once
-DTYPES = (torch.bfloat16, torch.float32)
 
 
 class PeerMemory:
-    """One buffer on each GPU that all of them can read. group: the ranks' process group.
+    """One buffer on each GPU that all of them can read, and sums by torch's kernel. group: the ranks' process group.
 
-    It is made in steps, after each of which the ranks agree that all of them could.
+    It is made in steps, after each of which the ranks agree that all of them could. way: its name for `ASKED`.
     """
+
+    way = ONE_SHOT
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
 
     def __init__(self, device: torch.device | None, group: Any):
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         import torch.distributed._symmetric_memory as symmetric
 
         self._symmetric, self._group = symmetric, group
-        self._bytes = symmetric.empty(MOST, dtype=torch.uint8, device=device)
+        self._bytes = symmetric.empty(self._size(), dtype=torch.uint8, device=device)
+
+    def _size(self) -> int:
+        """Bytes of the buffer. Raises RuntimeError for a group that this way is not for."""
+        return MOST
 
     def share(self) -> None:
         """Let the other ranks read this one's buffer, and find theirs. Raises RuntimeError where that cannot be."""
@@ -39,29 +47,33 @@ class PeerMemory:
 
     def check(self, rank: int, world: int) -> None:
         """Raise RuntimeError where a sum is wrong."""
-        for dtype in DTYPES:
-            for size in (64, 4096):
+        for dtype in self.dtypes:
+            for size in (64, 4096, MOST // dtype.itemsize):
                 x = torch.full((size,), float(rank + 1), dtype=dtype, device=self._bytes.device)
-                if not bool((self.summed(x) == world * (world + 1) // 2).all()):
-                    raise RuntimeError("a sum through peer memory was wrong")
+                for residual in (None, torch.ones_like(x)):
+                    due = world * (world + 1) // 2 + (residual is not None)
+                    if not bool((self.summed(x, residual) == due).all()):
+                        raise RuntimeError("a sum through peer memory was wrong")
 
     def takes(self, x: Tensor) -> bool:
         """Whether a message goes this way."""
         aligned = x.nbytes % ALIGNED == 0 and x.data_ptr() % ALIGNED == 0
-        return x.dtype in DTYPES and 0 < x.nbytes <= MOST and aligned and x.is_cuda
+        return x.dtype in self.dtypes and 0 < x.nbytes <= MOST and aligned and x.is_cuda
 
-    def summed(self, x: Tensor) -> Tensor:
-        """The sum of x over all ranks. The kernel copies x into the buffer, waits for all ranks before it reads, and
-        again before it ends, so that the buffer is free for the next message."""
+    def summed(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The sum of x over all ranks, plus residual. The kernel copies x into the buffer, waits for all ranks before
+        it reads, and again before it ends, so that the buffer is free for the next message."""
         held = self._bytes[: x.nbytes].view(x.dtype)
         made: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(held, x.view(-1), "sum", self._group.group_name)
-        return made.view_as(x)
+        return made.view_as(x) if residual is None else residual + made.view_as(x)
 
 
 def wanted(way: str, device: torch.device | None) -> bool:
     """Whether messages are to go through peer memory. Raises PatchError for an unknown way, and without GPUs."""
-    if way not in ("", "nccl", ONE_SHOT):
-        raise PatchError(f"{ASKED} is {way!r}; it is nccl or {ONE_SHOT}")
-    if way == ONE_SHOT and device is None:
-        raise PatchError(f"{ASKED}={ONE_SHOT} needs GPUs, and this job computes on the CPU: unset it")
-    return way == ONE_SHOT
+    if way not in ("", *WAYS):
+        raise PatchError(f"{ASKED} is {way!r}; it is {', '.join(WAYS[:-1])} or {WAYS[-1]}")
+    if way in ("", NCCL):
+        return False
+    if device is None:
+        raise PatchError(f"{ASKED}={way} needs GPUs, and this job computes on the CPU: unset it")
+    return True

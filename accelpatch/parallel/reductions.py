@@ -46,9 +46,9 @@ class Across:
 class AddUp(Across):
     """Adds up what the ranks computed of their columns of a weight."""
 
-    def across(self, part: Tensor) -> Tensor:
-        """The sum over ranks; may write into `part`."""
-        return self.group.all_reduce_(part.contiguous())
+    def across(self, part: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The sum over ranks, plus residual; may write into `part`."""
+        return self.group.all_reduce_(part.contiguous(), residual)
 
 
 class Gather(Across):

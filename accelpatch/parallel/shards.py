@@ -7,40 +7,18 @@ the rank's part, and hooks add up or gather what the ranks compute (reductions.p
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor, nn
 
 from accelpatch.errors import PatchError
 from accelpatch.models.family import Family, child_of, family_of, family_of_class, family_of_layer, linears_of
 from accelpatch.models.sharding import COUNTS, HEADS, INNER, KV_HEADS, SPLITS, WHOLE_HEADS, Split
+from accelpatch.parallel.cuts import Cuts, cut_of, shape_of, spanned
 from accelpatch.parallel.split import Heads, check_world, heads_of, parts, unit_of
 from accelpatch.patching.site import WHOLE_K
 
 UP, DOWN = "gate_up_proj", "down_proj"  # of experts
-
-
-@dataclass
-class Undo:
-    """Every change to a model, so that all of them can be taken back."""
-
-    steps: list[Callable[[], Any]] = field(default_factory=list)
-
-    def set(self, table: dict[str, Any], name: str, value: Any) -> None:
-        """table[name] = value."""
-        if name in table:
-            self.steps.append(lambda before=table[name]: table.__setitem__(name, before))  # type: ignore[misc]
-        else:
-            self.steps.append(lambda: table.pop(name, None))
-        table[name] = value
-
-    def back(self) -> None:
-        """Take all changes back, the last one first."""
-        while self.steps:
-            self.steps.pop()()
 
 
 @dataclass(frozen=True)
@@ -53,24 +31,34 @@ class LayerParts:
     experts: range | None = None
 
 
-class Cutter:
-    """Cuts a model for one of `world` ranks. groups: sizes of the groups of columns that the recipe rounds together."""
+class Cutter(Cuts):
+    """Cuts a model of the family table."""
 
     def __init__(self, model: Any, rank: int, world: int, groups: Sequence[int] = ()):
-        self.model, self.rank, self.world, self.groups, self.undo = model, rank, world, groups, Undo()
         self.family = known_family(model)
         at = self.family.decoder
         self.decoder: Any = child_of(model, at.path)
         self.layers: Sequence[Any] = getattr(self.decoder, at.layers)
-        self.embedding: Any = getattr(self.decoder, at.embedding)
-        self.head: Any = model.get_output_embeddings()
-        self.ties: dict[int, nn.Parameter] = {}
+        super().__init__(model, rank, world, groups, getattr(self.decoder, at.embedding), model.get_output_embeddings())
         self.planned = [self._parts_of(layer) for layer in self.layers]
-        check_world(len(self.embedding.weight), "rows of the vocabulary", world)
-        self.known, self.logits = (
-            parts(len(one.weight), unit_of(len(one.weight), world, (16,)), world) for one in (self.embedding, self.head)
-        )  # rows of each rank
         self.config: Any = None
+
+    def ends(self) -> list[Any]:
+        found = []
+        for layer in self.layers:
+            found += [
+                child_of(layer, one) for role, one in linears_of(layer).items() if SPLITS[role].columns is not None
+            ]
+            found += [one for one in (experts_of(layer),) if one is not None]
+        return found
+
+    def described(self) -> list[str]:
+        first = self.planned[0]
+        beside = (("inner columns", first.inner), ("columns of experts", first.experts))
+        return [
+            f"query heads {spanned(first.heads.query)}", f"key heads {spanned(first.heads.kv)}",
+            *(f"{name} {spanned(one)}" for name, one in beside if one is not None),
+        ]  # fmt: skip
 
     def _attention(self, layer: Any) -> Any:
         form = family_of_layer(layer)
@@ -112,10 +100,7 @@ class Cutter:
             if part.experts is not None:
                 self._experts(experts_of(layer), part.experts)
             self._count(self._attention(layer), part)
-        self._rows(self.embedding, [self.known[self.rank]])
-        self._rows(self.head, [self.logits[self.rank]])
-        self.undo.set(vars(self.embedding), "num_embeddings", len(self.known[self.rank]))
-        self.undo.set(vars(self.embedding), "padding_idx", None)  # which counts for gradients alone
+        self._vocabulary()
 
     def _linear(self, module: Any, split: Split, part: LayerParts) -> None:
         if split.columns is None:
@@ -124,11 +109,7 @@ class Cutter:
             return
         columns = _scaled(part.heads.query, part.size) if split.columns == HEADS else part.inner
         assert columns is not None
-        self.undo.set(vars(module), WHOLE_K, shape_of(module)[1])
-        self._weight(module, 1, [columns])
-        bias = module._parameters.get("bias")
-        if bias is not None and self.rank:  # the first rank's is added once
-            self._parameter(module, "bias", torch.zeros_like(bias.data))
+        self._columns(module, columns)
 
     def _ranges(self, split: Split, part: LayerParts, total: int) -> Iterable[range]:
         """The rows of a linear layer that this rank has."""
@@ -149,39 +130,14 @@ class Cutter:
             start += sizes[what]
         return found
 
-    def _rows(self, module: Any, ranges: Iterable[range]) -> None:
-        ranges = list(ranges)
-        self._weight(module, 0, ranges)
-        bias = module._parameters.get("bias")
-        if bias is not None:
-            self._parameter(module, "bias", _cut(bias.data, 0, ranges))
-
-    def _weight(self, module: Any, dim: int, ranges: Sequence[range]) -> None:
-        """Cut the weight [N, K] along one dimension, and the module's own numbers of inputs and outputs."""
-        transposed = type(module).__name__ == "Conv1D"
-        weight = module._parameters["weight"]
-        if weight is None or not weight.is_floating_point() or weight.dim() != 2:
-            raise PatchError(f"a {type(module).__name__} without a float weight cannot be split among ranks")
-        self._parameter(module, "weight", _cut(weight.data, 1 - dim if transposed else dim, ranges))
-        count = sum(map(len, ranges))
-        for name in (("nf",), ("nx",))[dim] if transposed else (("out_features",), ("in_features",))[dim]:
-            if hasattr(module, name):
-                self.undo.set(vars(module), name, count)
-
-    def _parameter(self, module: Any, name: str, data: Tensor) -> None:
-        before = module._parameters[name]
-        if id(before) not in self.ties:
-            self.ties[id(before)] = nn.Parameter(data, requires_grad=before.requires_grad)
-        self.undo.set(module._parameters, name, self.ties[id(before)])
-
     def _experts(self, experts: Any, inner: range) -> None:
         """Cut every expert's gate, up and down by columns; the router is on every rank."""
         transposed = bool(getattr(experts, "is_transposed", False))
         whole = _inner_of(experts)
         both = [inner, range(whole + inner.start, whole + inner.stop)]
         self.undo.set(vars(experts), WHOLE_K, whole)
-        self._parameter(experts, UP, _cut(experts.gate_up_proj.data, 2 if transposed else 1, both))
-        self._parameter(experts, DOWN, _cut(experts.down_proj.data, 1 if transposed else 2, [inner]))
+        self._parameter(experts, UP, cut_of(experts.gate_up_proj.data, 2 if transposed else 1, both))
+        self._parameter(experts, DOWN, cut_of(experts.down_proj.data, 1 if transposed else 2, [inner]))
         for name in ("intermediate_dim", "intermediate_size", "expert_dim"):
             if vars(experts).get(name) == whole:
                 self.undo.set(vars(experts), name, len(inner))
@@ -236,17 +192,5 @@ def _inner_of(experts: Any) -> int:
     return int(experts.down_proj.shape[1 if getattr(experts, "is_transposed", False) else 2])
 
 
-def shape_of(module: Any) -> tuple[int, int]:
-    """(N, K) of a float linear layer."""
-    rows, columns = module.weight.shape
-    return (columns, rows) if type(module).__name__ == "Conv1D" else (rows, columns)
-
-
 def _scaled(heads: range, size: int) -> range:
     return range(heads.start * size, heads.stop * size)
-
-
-def _cut(data: Tensor, dim: int, ranges: Sequence[range]) -> Tensor:
-    """A copy of some ranges along one dimension, so that the whole can be freed."""
-    held = [data.narrow(dim, one.start, len(one)) for one in ranges]
-    return torch.cat(held, dim) if len(held) > 1 else held[0].clone(memory_format=torch.contiguous_format)

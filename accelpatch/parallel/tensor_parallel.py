@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from accelpatch.errors import ArgumentError, PatchError
-from accelpatch.models.family import child_of, linears_of
-from accelpatch.models.sharding import SPLITS
+from accelpatch.parallel.cuts import Cuts, spanned
 from accelpatch.parallel.group import Group, joined
 from accelpatch.parallel.reductions import AddUp, Begin, Gather, LookUp
 from accelpatch.parallel.room import why_no_room
-from accelpatch.parallel.shards import Cutter, experts_of
+from accelpatch.parallel.tp_plan import cutter_of
 from accelpatch.patching.placement import SHARDS, Placement, hooks_of
 from accelpatch.report import human
 
@@ -33,9 +32,9 @@ class Shards(Placement):
     parts: what this rank has, for plan and report. group: None for a plan of a model that no job has.
     """
 
-    def __init__(self, group: Group | None, cutter: Cutter, whole: int, part: int):
+    def __init__(self, group: Group | None, cutter: Cuts, whole: int, part: int):
         self.group, self.cutter = group, cutter
-        self.parts = (whole, part)
+        self.parts, self.described = (whole, part), cutter.described()
 
     def __deepcopy__(self, memo: Any) -> Shards:
         return self
@@ -51,15 +50,9 @@ class Shards(Placement):
         return found
 
     def lines(self) -> list[str]:
-        cutter = self.cutter
-        first, (whole, part) = cutter.planned[0], self.parts
+        cutter, (whole, part) = self.cutter, self.parts
         by = "" if self.group is None else f" ({self.group.by})"
-        held = [
-            f"query heads {_span(first.heads.query)}", f"key heads {_span(first.heads.kv)}",
-            *(f"{name} {_span(one)}" for name, one in (("inner columns", first.inner), ("columns of experts",
-            first.experts)) if one is not None),
-            f"rows {_span(cutter.logits[cutter.rank])} of the vocabulary",
-        ]  # fmt: skip
+        held = [*self.described, f"rows {spanned(cutter.logits[cutter.rank])} of the vocabulary"]
         return [
             f"tensor parallel: rank {cutter.rank} of {cutter.world}{by} has {human(part)} of {human(whole)}",
             f"its part of each layer: {', '.join(held)}; all-reduce after attention and after the MLP",
@@ -134,7 +127,7 @@ def split(model: Any, recipe: Any, group: Group | None, rank: int = 0, world: in
 
     group: None for a plan alone, as `rank` of `world`.
     """
-    cutter = Cutter(model, *((rank, world) if group is None else (group.rank, group.world)), group_sizes(recipe))
+    cutter = cutter_of(model, *((rank, world) if group is None else (group.rank, group.world)), group_sizes(recipe))
     whole = _bytes(model)
     try:
         cutter.cut()
@@ -152,13 +145,9 @@ def split(model: Any, recipe: Any, group: Group | None, rank: int = 0, world: in
     return shards
 
 
-def _connect(model: Any, cutter: Cutter, group: Group) -> None:
+def _connect(model: Any, cutter: Cuts, group: Group) -> None:
     """Hang the hooks that add up and gather what the ranks compute."""
-    handles = []
-    for layer in cutter.layers:
-        ends = [child_of(layer, name) for role, name in linears_of(layer).items() if SPLITS[role].columns is not None]
-        ends += [one for one in (experts_of(layer),) if one is not None]
-        handles += [end.register_forward_hook(AddUp(group, model)) for end in ends]
+    handles = [end.register_forward_hook(AddUp(group, model)) for end in cutter.ends()]
     lookup = LookUp(group, model, cutter.known[group.rank])
     handles.append(cutter.embedding.register_forward_pre_hook(Begin(lookup)))
     handles.append(cutter.embedding.register_forward_hook(lookup))
@@ -185,7 +174,3 @@ def _facts_of(model: Any) -> dict[str, Any]:
 
 def _bytes(model: nn.Module) -> int:
     return sum(one.numel() * one.element_size() for one in model.parameters())
-
-
-def _span(part: range) -> str:
-    return f"{part.start} to {part.stop - 1}"

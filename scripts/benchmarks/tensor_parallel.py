@@ -2,11 +2,12 @@
 
 One job of `--ranks` processes measures all cases, and prints each row as soon as it is known. `peer` answers first
 whether the GPUs can read each other's memory, and whether torch's symmetric memory works over it. `all_reduce` times
-sums of 4 KB to 1 MB, 64 of them in one graph, by NCCL (RCCL) and by the one-shot kernel of symmetric memory, without
-NVLink multicast. The others time greedy generate() of a Llama shape with random weights on one rank and on all of them,
-by each of `--ways`; all ranks must have the same tokens, else the exit status is 1. `70b` has half of its 80 layers, so
-that one GPU holds it in bfloat16 before it is patched; twice its time a token is that of the whole. With `--timeline`
-one call is recorded, and its kernels are listed, a step. `--tiny` runs a tiny model by gloo on the CPU.
+sums of 4 KB to 1 MB, 64 of them in one graph, alone and with a residual: by NCCL (RCCL), by the one-shot kernel of
+symmetric memory (without NVLink multicast) and by our own, `push`. The others time greedy generate() of a Llama shape
+with random weights on one rank and on all of them, by each of `--ways`; all ranks must have the same tokens, else the
+exit status is 1. `70b` has half of its 80 layers, so that one GPU holds it in bfloat16 before it is patched; twice its
+time a token is that of the whole. With `--timeline` one call is recorded, and its kernels are listed, a step. `--tiny`
+runs a tiny model by gloo on the CPU.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from scripts.benchmarks.step_kernels import kernels_of_a_step
 CASES = ["peer", "all_reduce", "7b-exact", "7b-int4", "70b-int4"]
 SIZES = tuple(kilobytes << 10 for kilobytes in (4, 8, 16, 32, 64, 128, 256, 512, 1024))  # bytes
 IN_A_GRAPH = 64
-ONE_SHOT = "one_shot"
+WAYS = ["nccl", "one_shot", "push"]
 OPTIONS = (
     cases(CASES, "What is measured.", [*CASES, "70b-exact", "tiny-exact", "tiny-int4"]),
     Option("ranks", 2, "Ranks, each on a GPU of its own."),
-    Option("ways", ["nccl", ONE_SHOT], "By what small messages are added up.", choices=["nccl", ONE_SHOT]),
+    Option("ways", WAYS, "By what small messages are added up.", choices=WAYS),
     Option("batches", [1, 32], "Sequences of a call of generate()."),
     Option("prompt", 32, "Tokens of each sequence's prompt."), Option("new", 128, "New tokens of a call."),
     Option("repeats", 3, "Timed calls, of which the median counts."),
@@ -58,7 +59,10 @@ def peer(group: Group) -> list[dict[str, Any]]:
     ]
     return [
         *found,
-        {"question": "one-shot all-reduce over symmetric memory", "answer": taken(group, ONE_SHOT) or "works"},
+        *(
+            {"question": f"one-shot all-reduce over symmetric memory, {way}", "answer": taken(group, way) or "works"}
+            for way in WAYS[1:]
+        ),
     ]
 
 
@@ -76,10 +80,12 @@ def all_reduce(group: Group) -> list[dict[str, Any]]:
     rows = []
     for size in SIZES:
         row: dict[str, Any] = {"KB": size >> 10}
-        for way in ("nccl", ONE_SHOT):
-            x = torch.zeros(size // 2, dtype=torch.bfloat16, device=group.device or "cpu")
+        for way in WAYS:
+            x, residual = torch.zeros(2, size // 2, dtype=torch.bfloat16, device=group.device or "cpu")
             can = taken(group, way) is None and (way == "nccl" or (group.peers is not None and group.peers.takes(x)))
             row[f"{way}, us"] = _microseconds(lambda x=x: group.all_reduce_(x), group) if can else None
+            both = _microseconds(lambda x=x, r=residual: group.all_reduce_(x, r), group) if can else None
+            row[f"{way} and residual, us"] = both
         rows.append(row)
     return rows
 

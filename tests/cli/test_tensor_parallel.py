@@ -40,6 +40,12 @@ def test_a_plan_for_the_first_of_four(cli: Cli) -> None:
     assert "4096 x 2816" in found
 
 
+def test_a_plan_of_a_model_that_one_gpu_has_no_room_for(cli: Cli) -> None:
+    found = cli("plan", "llama2-70b", "--recipe", "exact", "--arch", "sm_90", "--tp", "2").stdout
+    assert "tensor parallel: rank 0 of 2 has 69.0 GB of 138.0 GB" in found
+    assert "query heads 0 to 31, key heads 0 to 3, inner columns 0 to 14335" in found
+
+
 def test_a_plan_that_cannot_be(cli: Cli) -> None:
     refused = cli("plan", "smollm2-135m", "--tp", "4")
     assert refused.exit_code == 1

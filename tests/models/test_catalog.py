@@ -15,6 +15,7 @@ from accelpatch.models import catalog, load
 PARAMETERS = {
     "smollm2-135m": 134_515_008,
     "llama2-7b": 6_738_415_616,
+    "llama2-70b": 68_976_648_192,
     "llama3-8b": 8_030_261_248,
     "llama3.2-1b": 1_235_814_400,
     "mistral-7b": 7_241_732_096,
@@ -47,7 +48,7 @@ def test_every_entry_is_counted() -> None:
     assert set(catalog.CATALOG) == set(PARAMETERS)
 
 
-@pytest.mark.parametrize("name", ["llama2-7b", "llama3.2-1b", "mistral-7b", "qwen3-0.6b"])
+@pytest.mark.parametrize("name", ["llama2-7b", "llama2-70b", "llama3.2-1b", "mistral-7b", "qwen3-0.6b"])
 def test_no_key_of_a_config_is_misspelt(name: str) -> None:
     config = load.from_config(name).config
     known = type(config)().to_dict().keys() | {"architectures", "dtype", "rope_parameters"}

@@ -55,9 +55,13 @@ def test_a_tiny_run_of_two_ranks(
         assert row["tok/s"] > 0
         assert row["logits apart"] < 1e-5
         assert row["tokens"] == ("" if row["ranks"] == 1 else "the same on all ranks")
-    assert all(row["nccl, us"] > 0 and row["one_shot, us"] is None for row in found["all_reduce"])
+    for row in found["all_reduce"]:
+        assert row["nccl, us"] > 0
+        assert row["nccl and residual, us"] > 0
+        assert row["one_shot, us"] is row["push, us"] is row["push and residual, us"] is None
     assert "| peer memory | there is none between CPUs |" in printed
-    assert "tiny-exact, one_shot: ACCELPATCH_ALL_REDUCE=one_shot needs GPUs" in printed
+    for way in ("one_shot", "push"):
+        assert f"tiny-exact, {way}: ACCELPATCH_ALL_REDUCE={way} needs GPUs" in printed
     assert re.search(r"^\| c10d::allreduce_ \| 5 \| ", printed, re.MULTILINE)  # two a layer, and the embedding's
     assert sorted(path.name for path in traces.iterdir()) == ["tiny-exact-nccl.json.gz", "tiny-exact-one.json.gz"]
 

@@ -130,7 +130,7 @@ def test_refusals(ended: dict[str, ranks.Ended]) -> None:
 def test_an_all_reduce_that_cannot_run_is_refused(ended: dict[str, ranks.Ended]) -> None:
     for first, second in ended["peer_memory"].results:
         assert "ACCELPATCH_ALL_REDUCE=one_shot needs GPUs, and this job computes on the CPU" in first
-        assert "ACCELPATCH_ALL_REDUCE is 'fast'; it is nccl or one_shot" in second
+        assert "ACCELPATCH_ALL_REDUCE is 'fast'; it is nccl, one_shot or push" in second
 
 
 def test_without_peer_access_on_one_rank_all_refuse_and_add_up_as_before(ended: dict[str, ranks.Ended]) -> None:

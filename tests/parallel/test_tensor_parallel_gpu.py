@@ -65,7 +65,8 @@ def test_like_the_whole(found: list[dict[str, Any]], way: str, case: str) -> Non
         assert one["tokens"] == one["again"] == every[0]["tokens"]
         assert one["captured"] == 2 * (NEW - 1), one["paths"]
     assert "(nccl" in every[0]["report"]
-    assert ("one-shot" in every[0]["report"]) == (way == "one_shot")
+    assert ("one-shot" in every[0]["report"]) == (way != "nccl")
+    assert ("one-shot push" in every[0]["report"]) == (way == "push")
 
 
 def test_a_rank_that_is_killed(tmp_path: Path) -> None:

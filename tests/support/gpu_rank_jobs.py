@@ -24,7 +24,7 @@ CASES: dict[str, tuple[str, Any]] = {
     "mixtral": ("mixtral", "exact"), "int8": ("llama", parse(GROUPS.format("int8", 16))),
     "int4": ("llama", parse(GROUPS.format("int4", 32))),
 }  # fmt: skip
-WAYS = ("nccl", "one_shot")
+WAYS = ("nccl", "one_shot", "push")
 NEW = 16
 
 

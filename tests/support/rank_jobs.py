@@ -24,6 +24,7 @@ from accelpatch.parallel.peer_memory import PeerMemory
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.graphs import capture
 from tests.support.own_memory import anonymous, mapped
+from tests.support.planned import PLANNED, PLANS, planned, with_plan
 from tests.support.tiles import with_tiles
 from tests.support.tiny import CAUSAL, EXPERTS, padded_batch
 
@@ -42,11 +43,19 @@ REFUSED = ("olmo2", "bloom", "falcon", "gptj")
 FUSED = ("llama", "gemma2", "phi3", "granite", "cohere")
 
 
+def by_plan(rank: int, world: int) -> Any:
+    """Models that are split by their tp_plan; what is refused, with the model whole again."""
+    found: dict[str, Any] = {name: compared(name, "exact") for name in PLANNED}
+    found["int8"] = compared("SeedOss", RECIPES["int8"], verify=False)
+    whole = planned("SeedOss")
+    before = [(name, one.data_ptr()) for name, one in whole.named_parameters()]
+    found |= {case: _error(with_plan(whole, changes), "exact") for case, changes in PLANS.items()}
+    return found | {"whole": before == [(name, one.data_ptr()) for name, one in whole.named_parameters()]}
+
+
 def warm() -> None:
     """Import all that jobs need, before ranks are forked."""
-    for name in ("llama", "gemma2", "granite", "phi3", "gpt_neox", "gpt2", "cohere", "opt", "mixtral"):
-        CAUSAL[name].make()
-    model = CAUSAL["llama"].make()
+    model, *_ = [CAUSAL[name].make() for name in FAMILIES]
     greedy(model)
     accelpatch.patch(model, "exact", progress=False, verify=False)
     for name in ("group", "launch", "reductions", "shards", "tensor_parallel", "watchdog"):
@@ -75,7 +84,7 @@ def compared(
     name: str, recipe: Any, rows: int = 3, shape: dict[str, int] | None = None, **options: Any
 ) -> dict[str, Any]:
     """A split model beside the whole one, both patched: relative difference of logits, and the tokens of some rows."""
-    whole: Any = (CAUSAL.get(name) or EXPERTS[name]).make(**shape or {})
+    whole: Any = planned(name) if name in PLANNED else (CAUSAL.get(name) or EXPERTS[name]).make(**shape or {})
     parted = copy.deepcopy(whole)
     accelpatch.patch(whole, recipe, progress=False, verify=False)
     tp(parted, recipe, **options)
@@ -185,7 +194,7 @@ class _Peers(PeerMemory):
         if self._why is not None:
             raise RuntimeError(self._why)
 
-    def summed(self, x: Tensor) -> Tensor:
+    def summed(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return torch.full_like(x, self._gives)
 
 

@@ -63,6 +63,7 @@ FUNCTIONS: Mapping[str, Function] = {
     "gemv_w8a8": Function(("gemv/gemv_w8a8.hip",)),
     "gemv_w8a8_fp8": Function(("gemv/gemv_w8a8_fp8.hip",), FP8),
     "gemv_compact": Function(("gemv/gemv_compact.hip",), dtypes=()),
+    "push_all_reduce": Function(("collective/push_all_reduce.hip",), dtypes=()),
     "read_limit": Function(("read_limit.hip",), dtypes=()),
 }
 BESIDE = {"unpack_compact": "gemv_compact"}  # function -> the one in whose library it is

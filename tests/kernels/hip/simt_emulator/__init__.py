@@ -75,3 +75,4 @@ def _copy_sources(form: str, folder: Path) -> None:
         if one.suffix in (".h", ".cpp"):
             shutil.copy(one, folder)
     shutil.copy(EMULATOR / ("amd.h" if form in AMD else "nvidia.h"), folder / "arch/nvidia.h")
+    shutil.move(folder / "peer_access.h", folder / "arch/peer_access.h")
