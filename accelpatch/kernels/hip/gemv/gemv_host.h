@@ -54,7 +54,7 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form
                   values = round_up(steps * F::KSTEP, 128);
     const int64_t warps = 1 << p.warps_shift;
     SharedLayout layout;
-    int64_t pad = 16, exponents = F::QUANTIZES ? values / 128 * 32 : 0;
+    int64_t pad = 16, exponents = F::QUANTIZES || HALVES<F> ? values / 128 * 32 : 0;
     if constexpr (!F::QUANTIZES || QUANTIZES_ROWS<F>) pad = F::TOKEN_PAD;
     if constexpr (QUANTIZES_ROWS<F>) exponents = ROW_SCALE_BYTES;
     p.token_stride = int32_t(values * (QUANTIZES_ROWS<F> ? 1 : 2) + pad);
@@ -188,7 +188,7 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
     GemvPlan plan = {};
     const int depth = make_plan<F, T>(plan, a, limits, blocks, narrow ? Form::NARROW : Form::WIDE);
 #if !defined(LOW_RANK)
-    if constexpr (CLUSTER > 1 && !COMPACT<F> && !STAGE_SCALES<F>) {
+    if constexpr (CLUSTER > 1 && !COMPACT<F>) {
         const bool many = a.m > (F::QUANTIZES ? NARROW_TOKENS : WIDE_TOKENS);
         if (limits.clusters && common(a, plan) && (many || !depth || plan.bytes > half_of(limits))) {
             const int status = launch_as_clusters<F, T>(a, limits, stream);
