@@ -116,7 +116,8 @@ template <class F, class T> struct HalfSums : Cells<false> {
             if ((u + 1) % BLOCK_STEPS) continue;
             part.finish();
             float block_exponents[TOKENS];
-            if constexpr (T::BF16) load_floats<TOKENS>(block_exponents, place.block_exponents + (step + u) / BLOCK_STEPS * 8);
+            if constexpr (T::BF16)
+                load_floats<TOKENS>(block_exponents, place.block_exponents + (step + u) / BLOCK_STEPS * 8);
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) {
                 const float value = T::BF16 ? part.sum[i] * block_exponents[i % TOKENS] : part.sum[i];

@@ -208,8 +208,8 @@ template <int GROUPS_, int KIND> struct Codebook4 {
         return Book::value(word >> (4 * (k / 2 % 4) + 16 * (k % 2)) & 15u) * scale;
     }
 };
-// NVFP4: codes of e2m1 in the same tiles, with a scale for each 16 values and a factor for each row. A place of the table
-// has the scales of two times 16 values, e4m3.
+// NVFP4: codes of e2m1 in the same tiles, with a scale for each 16 values and a factor for each row. A place of the
+// table has the scales of two times 16 values, e4m3.
 //
 // As fp16 a code times its scale is exact. Else (integer products) a product of the matrix unit is of 32 values, of
 // which the lanes of two quarters have the first 16: it is taken twice, each time with zeros in place of the others'

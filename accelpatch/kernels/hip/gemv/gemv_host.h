@@ -136,7 +136,9 @@ int make_plan(GemvPlan& p, const GemvArgs& a, const DeviceLimits& limits, int bl
     p.part_steps = int32_t((p.steps + shared_stage - 1) / shared_stage * shared_stage / CLUSTER);
     p.tile_hop = blocks / cluster * (WARPS * cluster >> p.warps_shift), p.row_hop = int32_t(p.tile_hop * each);
     p.weight_hop = F::TILED ? int64_t(p.tile_hop) * p.steps * F::STEP_BYTES : p.row_hop * (a.k * F::VALUE_BITS / 8);
-    p.scale_hop = F::GROUPS ? int64_t(p.tile_hop) * (((p.steps - 1) >> a.group_shift) + 1) * 8 * SCALE_BYTES<F> : 0;
+    p.scale_hop = F::GROUPS         ? int64_t(p.tile_hop) * (((p.steps - 1) >> a.group_shift) + 1) * 8 * SCALE_BYTES<F>
+                  : STAGE_SCALES<F> ? int64_t(p.row_hop) * ((p.steps + PAIR<F> - 1) / PAIR<F>)*4
+                                    : 0;
     p.w_aligned = F::TILED || multiple_of_16(a.w, a.k * F::VALUE_BITS / 8);
     p.x_aligned = multiple_of_16(a.x, a.x_stride * 2) && a.k % 8 == 0 && multiple_of_16(a.norm_weight) &&
                   multiple_of_16(a.norm_bias);

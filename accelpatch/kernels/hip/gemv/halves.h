@@ -1,7 +1,7 @@
-// Activations for weights that are multiplied as fp16 (HALVES): fp16 too. Of bf16 each block of 128 values of K is taken
-// times a power of two, which brings the largest magnitude of the block to the top of fp16's range: what is within 2^32
-// of it is exact, and nothing loses more than 2^-40 of it. What is infinite or NaN stays so. Block exponents undo that,
-// [block][8 tokens].
+// Activations for weights that are multiplied as fp16 (HALVES): fp16 too. Of bf16 each block of 128 values of K is
+// taken times a power of two, which brings the largest magnitude of the block to the top of fp16's range: what is
+// within 2^32 of it is exact, and nothing loses more than 2^-40 of it. What is infinite or NaN stays so. Block
+// exponents undo that, [block][8 tokens].
 //
 // They are made in place, of what FloatStager or ClusterFloats have staged, in the order of the weights' pairs.
 #pragma once
@@ -17,8 +17,8 @@ template <class F, class T> struct Halves {
     // The largest magnitude of a block, as bits, by all lanes that hold its chunks.
     static DEVICE uint32_t most_of(const Words4& raw) {
         constexpr uint32_t MAGNITUDES = 0x7fff7fffu;
-        uint32_t most = pair_max(pair_max(raw.x & MAGNITUDES, raw.y & MAGNITUDES),
-            pair_max(raw.z & MAGNITUDES, raw.w & MAGNITUDES));
+        uint32_t most = pair_max(
+            pair_max(raw.x & MAGNITUDES, raw.y & MAGNITUDES), pair_max(raw.z & MAGNITUDES, raw.w & MAGNITUDES));
 #pragma unroll
         for (int step = 1; step < BLOCK_CHUNKS; step *= 2) most = pair_max(most, lane_xor(most, step));
         return max(most & 0xffffu, most >> 16);
@@ -33,8 +33,8 @@ template <class F, class T> struct Halves {
             v = pack<F16>(values);
         }
         if constexpr (!F::TILED) return v;
-        return {permute<0x5410>(v.x, v.z), permute<0x7632>(v.x, v.z), permute<0x5410>(v.y, v.w),
-            permute<0x7632>(v.y, v.w)};
+        return {
+            permute<0x5410>(v.x, v.z), permute<0x7632>(v.x, v.z), permute<0x5410>(v.y, v.w), permute<0x7632>(v.y, v.w)};
     }
     // So many chunks of each token, whole blocks, from chunk `first` on. Every thread calls it, behind a barrier.
     static DEVICE void make(char* shared, const GemvPlan& plan, int tokens, int first, int chunks) {
