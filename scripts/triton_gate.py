@@ -205,7 +205,7 @@ BUILDS = {
         f"tiled_int4_linear, {block.tokens} tokens": Build(
             weight_only._int4_gemm,
             ("*bf16", "*i32", "*fp16", "*fp16", "*bf16", "*bf16", "*fp32", *("i32",) * 6),
-            TILED | {"BIAS": True, "CUT": cut} | sizes(block),
+            TILED | {"BIAS": True, "CUT": cut, "ASM": False} | sizes(block),
             block.warps,
         )
         for block, cut in zip(weight_only.INT4.of, (True, True, False), strict=True)
@@ -228,7 +228,7 @@ BUILDS = {
         f"tiled_int4_linear in groups of {group}, {kind}": Build(
             weight_only._int4_gemm,
             ("*bf16", "*i32", *SCALES.get(kind, ("*fp16", "*fp16")), "*bf16", "*bf16", "*fp32", *("i32",) * 6),
-            {"KIND": number, "GROUP": group, "GROUPS": groups, "BIAS": True, "CUT": True}
+            {"KIND": number, "GROUP": group, "GROUPS": groups, "BIAS": True, "CUT": True, "ASM": False}
             | sizes(weight_only.INT4.of[0]),
             weight_only.INT4.of[0].warps,
         )

@@ -25,6 +25,11 @@ def int8_args(m: int, n: int, k: int, dtype: torch.dtype, groups: int = 1, bias:
     return x, (w * 32 * k**0.5).clamp(-127, 127).to(torch.int8), scale, beside if bias else None
 
 
+def fp8_args(m: int, n: int, k: int, dtype: torch.dtype, groups: int = 1, bias: bool = True) -> tuple[Any, ...]:
+    x, q, scale, beside = int8_args(m, n, k, dtype, groups, bias)
+    return x, (q * 3.5).to(torch.float8_e4m3fn), scale / 3.5, beside
+
+
 def int4_args(
     m: int, n: int, k: int, dtype: torch.dtype, group: int | None = 128, kind: str = "minimum", bias: bool = True
 ) -> tuple[Any, ...]:

@@ -1,5 +1,5 @@
-"""GEMMs of some rows of x with int8 and int4 weights on Hopper's matrix unit; see int8_linear.py and
-tiled_int4_linear.py in ../ops/, and hopper_gemm_kernels.py."""
+"""GEMMs of some rows of x with int8, e4m3 and int4 weights on Hopper's matrix unit; see int8_linear.py, fp8_linear.py
+and tiled_int4_linear.py in ../ops/linear/, and hopper_gemm_kernels.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from accelpatch.kernels.triton import hopper_gemm_kernels as kernels
 from accelpatch.kernels.triton.gemm import _add_up, flat_rows
 from accelpatch.kernels.triton.launch import cdiv, dependent, on, processors
 
-KINDS = {"none": 0, "zero_point": 1, "minimum": 2}
+KINDS = {"none": 0, "zero_point": 1, "minimum": 2, "e4m3": 3}
+SUMMED = ("zero_point", "minimum")  # what they add to each weight multiplies the sum of a group's x
 PARTS = ("all", "both", "gate", "up")
 DESCRIPTORS = find_spec("triton.tools.tensor_descriptor") is not None  # since Triton 3.4
 STEPS = 8  # of x that a program of `spread` orders
@@ -66,10 +67,19 @@ class Codes(NamedTuple):
 
 def int8(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """As int8_linear, for K a multiple of 128 and one scale a row or for each 128 of a power of two values of K."""
+    return _bytes(x, q, scale, bias, "none")
+
+
+def e4m3(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As fp8_linear, for K a multiple of 128 and weights of e4m3fn."""
+    return _bytes(x, q, scale.to(torch.float32), bias, "e4m3")
+
+
+def _bytes(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     q, scale = _aligned(q), scale.contiguous()
     (n, k), groups = q.shape, scale.shape[1]
     shift = (k // groups // TILE_VALUES).bit_length() - 1 if groups > 1 else NO_SHIFT_LEFT
-    weight = Codes(q.view(torch.int16), scale, None, 8, "none", n, k, groups, shift, groups > 1)
+    weight = Codes(q.view(torch.int16), scale, None, 8, kind, n, k, groups, shift, groups > 1)
     return _linear(x, weight, bias, n, "all")
 
 
@@ -95,7 +105,7 @@ def _linear(x: Tensor, weight: Codes, bias: Tensor | None, columns: int, part: s
     y, (overlapped, options) = x.new_empty((m, columns)), dependent(x)
     tile = next(one for one in TILES[bits] if one.tokens >= min(m, TILES[bits][-1].tokens))
     with on(x):
-        ordered, sums = _ordered(flat, bits, kind != "none", overlapped, options)
+        ordered, sums = _ordered(flat, bits, kind in SUMMED, overlapped, options)
         given, tma = _given(ordered, tile)
         programs = cdiv(m, tile.tokens) * cdiv(n, tile.rows)
         run = cdiv(steps, max(1, min(tile.programs * processors(x.device) // programs, steps // LEAST_STEPS, 8)))

@@ -1,4 +1,4 @@
-"""GEMMs of some rows of x with int8 and int4 weights on Hopper's matrix unit: the kernels of hopper_gemm.py.
+"""GEMMs of some rows of x with int8, e4m3 and int4 weights on Hopper's matrix unit: the kernels of hopper_gemm.py.
 
 The weight's rows are the M dimension of wgmma, whose left operand lies in registers: a program loads codes as int16,
 makes floats of code - 8 (or of int8's value) of them, two in an instruction, and multiplies them as they lie. In their
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from accelpatch.kernels.triton.dependent_launch import overlap
+from accelpatch.kernels.triton.dequantize import _of_e4m3
 from accelpatch.kernels.triton.hopper_gemm_values import finish, places
 
 #: 0x4300 and a code of 4 bits, whose top bit is turned over, are 128 + code in bfloat16; 0x6400, 1024 + code in float16
@@ -53,8 +54,35 @@ _EIGHT_HALF = tl.constexpr("""{
     sub.f16x2 $0, b, h;
     sub.f16x2 $1, c, h;
 }""")
+#: e4m3, by way of float16, which has all its values: the even bytes first
+_E4M3_HALF = tl.constexpr("""{
+    .reg .b32 a;
+    .reg .b16 l, h;
+    prmt.b32 a, $2, 0, 0x3120;
+    mov.b32 {l, h}, a;
+    cvt.rn.f16x2.e4m3x2 $0, l;
+    cvt.rn.f16x2.e4m3x2 $1, h;
+}""")
+_E4M3 = tl.constexpr("""{
+    .reg .b32 a, b, c;
+    .reg .b16 l, h, d, e;
+    .reg .f32 f, g;
+    prmt.b32 a, $2, 0, 0x3120;
+    mov.b32 {l, h}, a;
+    cvt.rn.f16x2.e4m3x2 b, l;
+    cvt.rn.f16x2.e4m3x2 c, h;
+    mov.b32 {d, e}, b;
+    cvt.f32.f16 f, d;
+    cvt.f32.f16 g, e;
+    cvt.rn.bf16x2.f32 $0, g, f;
+    mov.b32 {d, e}, c;
+    cvt.f32.f16 f, d;
+    cvt.f32.f16 g, e;
+    cvt.rn.bf16x2.f32 $1, g, f;
+}""")
 
 
+E4M3 = tl.constexpr(3)  # of KIND: a byte is an 8-bit float
 AHEAD = tl.constexpr(8)  # steps that a scale is in L2 before it is multiplied
 
 
@@ -107,6 +135,18 @@ def _eight(w, FLOAT: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untype
 
 
 @triton.jit
+def _e4m3(w, FLOAT: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pairs of e4m3 as int16 [R, 64] -> FLOAT [R, 128]."""
+    if ASM and tl.float16 == FLOAT:
+        even, odd = tl.inline_asm_elementwise(_E4M3_HALF, "=r,=r,r", [w], (tl.float16, tl.float16), True, 2)
+    elif ASM:
+        even, odd = tl.inline_asm_elementwise(_E4M3, "=r,=r,r", [w], (tl.bfloat16, tl.bfloat16), True, 2)
+    else:
+        even, odd = _of_e4m3(w.to(tl.int32)).to(FLOAT), _of_e4m3((w >> 8).to(tl.int32)).to(FLOAT)
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), [w.shape[0], 128])
+
+
+@triton.jit
 def _four(w, FLOAT: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
     """Words of tiles as int16 [R, 32] -> FLOAT [R, 128] of code - 8."""
     if ASM and tl.float16 == FLOAT:
@@ -124,9 +164,15 @@ def _four(w, FLOAT: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit
-def _weights(w, FLOAT: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int16 [R, 8 * BITS] of a step's codes -> FLOAT [R, 128]: int8's values, or 4-bit codes less 8."""
-    return _eight(w, FLOAT, ASM) if BITS == 8 else _four(w, FLOAT, ASM)
+def _weights(w, FLOAT: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int16 [R, 8 * BITS] of a step's codes -> FLOAT [R, 128]: values of 8 bits, or 4-bit codes less 8."""
+    if KIND == E4M3:
+        found = _e4m3(w, FLOAT, ASM)
+    elif BITS == 8:
+        found = _eight(w, FLOAT, ASM)
+    else:
+        found = _four(w, FLOAT, ASM)
+    return found
 
 
 @triton.jit
@@ -156,7 +202,7 @@ def _prefetch(scales, offsets, place, S_STEP: tl.constexpr, KIND: tl.constexpr, 
     """Ask for scales, and for what lies beside them."""
     if ASM:
         _ask(scales + place * S_STEP)
-        if KIND != 0:
+        if KIND == 1 or KIND == 2:
             _ask(offsets + place * (2 * S_STEP))
 
 
@@ -184,18 +230,18 @@ def _added(scale, offset, place, KIND: tl.constexpr):  # type: ignore[no-untyped
 @triton.jit
 def _multiplied(  # type: ignore[no-untyped-def]
     total, x, x_rows, w_rows, first, step, factor,
-    BITS: tl.constexpr, TMA: tl.constexpr, ASM: tl.constexpr,
+    BITS: tl.constexpr, KIND: tl.constexpr, TMA: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """total + a step's products times the rows' scales. w_rows: the step's codes."""
     given = tl.trans(x.load([first, step * 128])) if TMA else tl.load(x_rows + step * 128)
-    found = tl.dot(_weights(tl.load(w_rows), given.dtype, BITS, ASM), given)
+    found = tl.dot(_weights(tl.load(w_rows), given.dtype, BITS, KIND, ASM), given)
     return total + found * factor[:, None]
 
 
 @triton.jit
 def _with_sums(total, sums, scale, offset, at, begin, end, m, token, shift, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """total + what is added to each weight of a group, times the sum of the group's x."""
-    if KIND != 0:
+    if KIND == 1 or KIND == 2:
         for start in tl.range(begin, end, 16, num_stages=1):
             of = start + tl.arange(0, 16)
             place = at[:, None] + (tl.minimum(of, end - 1) >> shift)[None, :] * 16
@@ -231,11 +277,11 @@ def product(  # type: ignore[no-untyped-def]
             four = _later(scales + (tl.minimum(step + 3, end - 1) >> shift) * S_STEP, ASM and BITS == 4, PAIR == 2)
             _prefetch(scales, offset + at, tl.minimum(step + AHEAD, end - 1) >> shift, S_STEP, KIND, ASM)
         factor = _factor(one, upper, scale.dtype.element_ty, BITS)
-        total = _multiplied(total, x, x_rows, w_rows + step * W_STEP, first, step, factor, BITS, TMA, ASM)
+        total = _multiplied(total, x, x_rows, w_rows + step * W_STEP, first, step, factor, BITS, KIND, TMA, ASM)
         if PAIR == 2:
             last = tl.minimum(step + 1, end - 1)
             factor = tl.where(step + 1 < end, _factor(two, upper, scale.dtype.element_ty, BITS), 0.0)
-            total = _multiplied(total, x, x_rows, w_rows + last * W_STEP, first, last, factor, BITS, TMA, ASM)
+            total = _multiplied(total, x, x_rows, w_rows + last * W_STEP, first, last, factor, BITS, KIND, TMA, ASM)
         if SCALES:
             one = three
             if PAIR == 2:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from accelpatch.kernels.triton.dequantize import _of_e4m3
 from accelpatch.kernels.triton.gemm import leave
 
 
@@ -43,11 +44,12 @@ def places(w, rows, n, w_row, steps, sets, BITS: tl.constexpr):  # type: ignore[
 
 
 @triton.jit
-def _code(first, step, place, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What lies at a place of a step (in the order of `spread`), of all rows, float32: int8's value or 0 to 15."""
+def _code(first, step, place, BITS: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What lies at a place of a step (in the order of `spread`), of all rows, float32: a value of 8 bits or 0 to 15."""
     if BITS == 8:
         column = place % 64 * 2 + place // 64
-        found = (tl.load(first + step * 64 + column // 2) >> (column % 2 * 8)).to(tl.int8, bitcast=False)
+        held = tl.load(first + step * 64 + column // 2) >> (column % 2 * 8)
+        found = _of_e4m3(held.to(tl.int32)) if KIND == 3 else held.to(tl.int8, bitcast=False)
     else:
         even = place // 32
         found = ((tl.load(first + step * 512 + place % 32 // 2 * 2 + place % 2) >> (even * 4)) & 15) ^ 8
@@ -64,9 +66,9 @@ def _sum(  # type: ignore[no-untyped-def]
     for step in tl.range(begin, end, num_stages=1):
         of = at + (step >> shift) * SET
         factor = tl.load(scale + of).to(tl.float32)
-        beside = tl.load(offset + of).to(tl.float32) if KIND != 0 else factor
+        beside = tl.load(offset + of).to(tl.float32) if KIND == 1 or KIND == 2 else factor
         for place in tl.range(0, 128, num_stages=1):
-            value = _code(first, step, place, BITS)
+            value = _code(first, step, place, BITS, KIND)
             if KIND == 2:
                 value = value * factor + beside
             elif KIND == 1:

@@ -14,12 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from accelpatch.device import probe
 from accelpatch.kernels.arguments import HALVES
 from accelpatch.kernels.layouts.int4_tiles import Tiles, places
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 from accelpatch.kernels.triton.dequantize import (
     Floats,
     _beside,
+    _of_e2m1,
     _rows_factor,
     _value,
     by_slices,
@@ -44,35 +46,111 @@ def _spread(x, out, k, x_stride, steps):  # type: ignore[no-untyped-def]
     tl.store(out + (row * steps + step) * 128 + e[:, None] * 16 + word[None, :], values)
 
 
+def _pairs(bf16: bool) -> str:
+    """Instructions for the eight values of each of two words $8 and $9, codes of e2m1, times scales $10: pairs of
+    16-bit floats. Exponent and fraction of a code, below its sign, are 2^-126 of it in bfloat16 and 2^-14 in float16,
+    subnormal numbers too; tiles hold the sign turned."""
+    to, places, form = (6, "0x01c001c0", "bf16x2") if bf16 else (9, "0x0e000e00", "f16x2")
+    lines = [".reg .b32 a, b, c, d, h;", "mov.b32 h, 0x80008000;"]
+    for half, bytes_of_both in enumerate(("0x5410", "0x7632")):
+        lines.append(f"prmt.b32 d, $8, $9, {bytes_of_both};")
+        for nibble in range(4):
+            by = to - 4 * nibble
+            lines += [
+                f"shl.b32 a, d, {12 - 4 * nibble};",
+                f"shl.b32 b, d, {by};" if by > 0 else f"shr.u32 b, d, {-by};",
+                f"and.b32 b, b, {places};",
+                "lop3.b32 c, a, h, b, 0xae;",
+                f"fma.rn.{form} ${2 * nibble + half}, c, $10, h;",
+            ]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+_PAIRS, _HALF_PAIRS = tl.constexpr(_pairs(True)), tl.constexpr(_pairs(False))
+_OUTPUTS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r")
+
+
+@triton.jit
+def _up(FLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What scales of nvfp4 are multiplied by first: a code times its scale is then 2^-8 of what the two stand for."""
+    return 2.0**6 if tl.float16 == FLOAT else 2.0**118
+
+
+@triton.jit
+def _scaled(words, e: tl.constexpr, scale):  # type: ignore[no-untyped-def]
+    """2^-8 of value e of each word times its scale, exactly, in scale's dtype."""
+    code = _of_e2m1(((words >> (e // 2 * 4 + e % 2 * 16)) & 15) ^ 8)
+    down = 1.0 if scale.dtype == tl.float16 else 2.0**-112
+    return (code * (scale.to(tl.float32) * down)).to(scale.dtype)
+
+
+@triton.jit
+def _nvfp4(words, scale, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """2^-8 of a step's words[R, 16] times their scales, [R, 128] in the order of `_spread`."""
+    if ASM and scale.dtype == tl.float16:
+        a, b, c, d, e, g, h, i = tl.inline_asm_elementwise(
+            _HALF_PAIRS, _OUTPUTS, [words, scale],
+            (tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16), True, 2,
+        )  # fmt: skip
+    elif ASM:
+        a, b, c, d, e, g, h, i = tl.inline_asm_elementwise(
+            _PAIRS, _OUTPUTS, [words, scale],
+            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            True, 2,
+        )  # fmt: skip
+    else:
+        a, b, c, d = (
+            _scaled(words, 0, scale),
+            _scaled(words, 1, scale),
+            _scaled(words, 2, scale),
+            _scaled(words, 3, scale),
+        )
+        e, g, h, i = (
+            _scaled(words, 4, scale),
+            _scaled(words, 5, scale),
+            _scaled(words, 6, scale),
+            _scaled(words, 7, scale),
+        )
+    all = tl.join(tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, g), tl.join(h, i)))
+    return tl.reshape(tl.permute(all, (0, 4, 3, 2, 1)), [words.shape[0], 128])
+
+
 # whether these are multiples of 16 changes no instruction, and a kernel for each case would be compiled
 @triton.jit(do_not_specialize=["m", "run", "steps", "sets", "shift"])
 def _int4_gemm(  # type: ignore[no-untyped-def]
     x, tiles, scale, offset, bias, y, parts, m, n, run, steps, sets, shift,
     KIND: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    BIAS: tl.constexpr, CUT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    BIAS: tl.constexpr, CUT: tl.constexpr, ASM: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     split, across = tl.program_id(1), tl.cdiv(m, TOKENS)
     tokens = tl.program_id(0) % across * TOKENS + tl.arange(0, TOKENS)  # those that share rows run together
     rows = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     held = tl.minimum(rows, (n + 15) // 16 * 16 - 1)
     tile, word = held // 16, tl.arange(0, 16)
-    x_rows = x + tl.minimum(tokens, m - 1).to(tl.int64)[None, :] * (steps * 128) + word[:, None]
+    x_rows = x + tl.minimum(tokens, m - 1).to(tl.int64)[None, :] * (steps * 128)
+    x_rows = x_rows + tl.arange(0, 128 if KIND == 6 else 16)[:, None]
     w_rows = tiles + (tile * steps * 256 + held % 16 * 16)[:, None] + word[None, :]
     at = ((tile * sets * 8 + held % 8) * (2 * GROUPS) + held % 16 // 8)[:, None]
     if GROUPS > 1:
         at = at + ((32 * (word % 4) + 8 * (word // 4)) // GROUP * 2)[None, :]
     begin, end = split * run, tl.minimum((split + 1) * run, steps)
-    row = _rows_factor(offset, held, KIND)
+    row = _up(x.dtype.element_ty) if KIND == 6 else 1.0  # of nvfp4, whose rows' factors multiply the sums
     factor, beside = _beside(scale, offset, at, word >= 8, row, begin, shift, KIND, GROUPS)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for step in tl.range(begin, end):
         # those of the next step are on their way while this one multiplies
         ahead = _beside(scale, offset, at, word >= 8, row, tl.minimum(step + 1, end - 1), shift, KIND, GROUPS)
         words = tl.load(w_rows + step * 256)
-        for e in tl.static_range(8):
-            value = _value(words, e, factor, beside, KIND)
-            total = tl.dot(value.to(x.dtype.element_ty), tl.load(x_rows + step * 128 + e * 16), total)
+        if KIND == 6:
+            given = tl.load(x_rows + step * 128)
+            total = tl.dot(_nvfp4(words, factor.to(given.dtype), ASM), given, total)
+        else:
+            for e in tl.static_range(8):
+                value = _value(words, e, factor, beside, KIND)
+                total = tl.dot(value.to(x.dtype.element_ty), tl.load(x_rows + step * 128 + e * 16), total)
         factor, beside = ahead
+    if KIND == 6:
+        total = total * (_rows_factor(offset, held, KIND) * 256.0)
     leave(total, bias, y, parts, tokens, rows, m, n, split, BIAS, CUT)
 
 
@@ -95,13 +173,15 @@ def tiled_int4_linear(x: Tensor, *args: object) -> Tensor:
     steps, groups, shift = places(k, group).values()
     sizes, form = (steps, scale.shape[1], shift), (KINDS[kind], TILE_VALUES // groups if groups > 1 else group, groups)
 
+    native = x.is_cuda and probe(x.device).vendor == "nvidia"
+
     def product(block: Block, run: int, splits: int, y: Tensor, parts: Tensor) -> None:
         spread = flat.new_empty((flat.shape[0], steps * TILE_VALUES))
         _spread[(flat.shape[0], steps)](flat, spread, k, flat.stride(0), steps, num_warps=1)
         _int4_gemm[grid(flat, n, block, splits)](
             spread, words, scale, beside, y if bias is None else bias, y, parts, flat.shape[0], n,
-            run // TILE_VALUES, *sizes, *form, bias is not None, splits > 1, block.tokens, block.rows,
-            **block.options(),
+            run // TILE_VALUES, *sizes, *form, bias is not None, splits > 1, native, block.tokens,
+            block.rows, **block.options(),
         )  # fmt: skip
 
     m = flat.shape[0]

@@ -38,7 +38,7 @@ INTEGERS = (
 # gfx90a's fp16 does not go through the matrix unit; else it is as gfx942
 FORMS = ("nvidia", "alone", "gfx942", "gfx90a")
 CASES = [(name, torch.bfloat16) for name in FORMATS]
-CASES += [(name, torch.float16) for name in ("plain", "fp8", "int8", "int4_g128_minimum")]
+CASES += [(name, torch.float16) for name in ("plain", "fp8", "int8", "int4_g128_minimum", "nvfp4_g16")]
 # their group sizes and offsets are those of others too; NVIDIA's form runs them all
 SHOWN_BY_OTHERS = ("int8_g32", "int8_g128", "int4_g128", "int4_g64", "int4_g32_minimum", "int4_row_zero",
                    "nf4_g64", "fp4_g64")  # fmt: skip

@@ -14,11 +14,12 @@ from accelpatch.device import KNOWN, probe
 from accelpatch.errors import KernelError
 from accelpatch.kernels import choice, dispatch
 from accelpatch.kernels.layouts.int4_tiles import Tiles
-from accelpatch.kernels.ops.linear import int8_linear, tiled_int4_linear
+from accelpatch.kernels.layouts.row_major import FP8
+from accelpatch.kernels.ops.linear import fp8_linear, int8_linear, tiled_int4_linear
 from accelpatch.kernels.triton import launch
 from tests.support.interpreted import DEVICE, HERE, INTERPRETED, _anywhere, interpret, needs_triton  # noqa: F401
 from tests.support.parity import assert_parity, bits, name
-from tests.support.weight_only_operands import int4_args, int8_args
+from tests.support.weight_only_operands import fp8_args, int4_args, int8_args
 
 pytestmark = needs_triton
 ABLE = INTERPRETED or (HERE and launch.no_wgmma(probe(DEVICE)) is None)
@@ -28,6 +29,7 @@ marks = [pytest.mark.gpu, able]
 DTYPES = (torch.float16,) if INTERPRETED else (torch.bfloat16, torch.float16)
 NAME = "triton_wgmma"
 ROWS = (1, 9, 17, 65, 130)
+ARGS: dict[str, Any] = {"int8_linear": int8_args, "fp8_linear": fp8_args, "tiled_int4_linear": int4_args}
 SHAPES = ((100, 256), (65, 1152))  # [N, K]
 
 
@@ -44,6 +46,10 @@ class TestRows:
 
     def test_int8(self, m: int, n: int, k: int, dtype: torch.dtype) -> None:
         assert_parity("int8_linear", int8_args(m, n, k, dtype, bias=bool(m % 2)), NAME)
+
+    def test_fp8(self, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+        for groups in (1, k // 128):
+            assert_parity("fp8_linear", fp8_args(m, n, k, dtype, groups, bias=bool(m % 2)), NAME)
 
     def test_int4(self, m: int, n: int, k: int, dtype: torch.dtype) -> None:
         assert_parity("tiled_int4_linear", int4_args(m, n, k, dtype, bias=bool(m % 2)), NAME)
@@ -86,12 +92,12 @@ class TestForms:
         assert_parity("int8_linear", int8_args(9, 33, k, DTYPES[0], k // 128), NAME)
 
 
-@pytest.mark.parametrize("op", ["int8_linear", "tiled_int4_linear"])
+@pytest.mark.parametrize("op", ARGS)
 class TestSpecials:
     pytestmark = marks
 
     def test_nan_and_infinity_stay_in_their_row(self, op: str) -> None:
-        args = (int8_args if op == "int8_linear" else int4_args)(20, 33, 1024, DTYPES[0])
+        args = ARGS[op](20, 33, 1024, DTYPES[0])
         args[0][2, 17], args[0][3, 5] = float("nan"), float("inf")
         with dispatch.forced(NAME):
             y: Any = dispatch.kernel(op).op(*args)
@@ -102,7 +108,7 @@ class TestSpecials:
     def test_nan_and_infinity_are_those_of_the_reference(self, op: str) -> None:
         """Also of an offset, of codes whose float is zero and of infinities that cancel."""
         for kind in ("none", "minimum", "zero_point"):
-            of = int8_args(9, 33, 1280, torch.float32) if op == "int8_linear" else None
+            of = None if op == "tiled_int4_linear" else ARGS[op](9, 33, 1280, torch.float32)
             x, *rest = of or int4_args(9, 33, 1280, DTYPES[0], 128, kind)
             x = x.to(DTYPES[0])
             x[1, 100], x[2, 7], x[2, 900], x[3, 3] = (float(one) for one in ("inf", "inf", "-inf", "nan"))
@@ -114,7 +120,7 @@ class TestSpecials:
             assert not bool(y[1:4].isfinite().any())
 
     def test_a_row_depends_on_no_other_and_on_no_run(self, op: str) -> None:
-        args = (int8_args if op == "int8_linear" else int4_args)(20, 100, 2048, DTYPES[0])
+        args = ARGS[op](20, 100, 2048, DTYPES[0])
         with dispatch.forced(NAME):
             first, again = (dispatch.kernel(op).op(*args) for _ in range(2))
             args[0][:7] = 3
@@ -123,7 +129,7 @@ class TestSpecials:
         assert torch.equal(bits(first[7:]), bits(other[7:]))
 
     def test_strides_and_leading_dimensions(self, op: str) -> None:
-        x, *rest = (int8_args if op == "int8_linear" else int4_args)(18, 33, 512, DTYPES[0])
+        x, *rest = ARGS[op](18, 33, 512, DTYPES[0])
         wide = torch.zeros(2, 9, 515, dtype=x.dtype, device=DEVICE)
         wide[..., 3:] = x.view(2, 9, 512)
         assert_parity(op, (wide[..., 3:], *rest), NAME)
@@ -156,6 +162,10 @@ def test_what_it_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [of_int8(k, group) for k, group in ((384, 384), (1024, 128), (1024, 512))] == [None] * 3
     assert of_int8(96, 96) == "K = 96 is no multiple of 128"
     assert "384 are not 128 times a power of two" in of_int8(768, 384)
+    assert dispatch.why_not("fp8_linear", NAME, fp8_linear.of_shape(8, 256, half, blocks=True, m=9), hopper) is None
+    for k, form, reason in ((300, 0, "K = 300 is no multiple of 128"), (256, 1, "it reads e4m3fn alone")):
+        spec = fp8_linear.of_shape(8, k, half, FP8[form], m=9)
+        assert dispatch.why_not("fp8_linear", NAME, spec, hopper) == reason
     args = torch.zeros(9, 256, dtype=half), torch.zeros(8, 256, dtype=torch.int8), torch.ones(8, 1), None
     with dispatch.forced(NAME), pytest.raises(KernelError, match="cannot run here"):
         int8_linear.int8_linear(*args)

@@ -11,6 +11,7 @@ constexpr bool FLUSHING_HALF = true;  // fp16 matrix products lose subnormals
 #else
 constexpr bool FLUSHING_HALF = false;
 #endif
+constexpr bool HALF_WEIGHTS = false;
 
 constexpr int ROWS_PER_LANE = 1;
 DEVICE int fragment_row(int) { return lane_id() & 15; }

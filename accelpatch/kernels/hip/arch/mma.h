@@ -1,8 +1,8 @@
 // A warp's sums of one tile: 16 rows by 8 tokens (or 4), step after step of K.
 #pragma once
+#include "gemv/halves.h"
 #include "gemv/limb_stage.h"
 #include "gemv/quantized_stage.h"
-#include "gemv/stage.h"
 
 DEVICE float table_value(uint32_t pair, int half, bool bf16) {
     const uint32_t bits = half ? pair >> 16 : pair & 0xffffu;
@@ -61,7 +61,6 @@ template <class F, class T> struct StageScaledSums : FloatSums<F, T> {
     const float* scales[COUNT];  // of the sums' rows
     int staged_from = 0;         // the step that `step` of multiply_stage counts from
     DEVICE void of_tile(const GemvArgs& a, int tile) {
-        if (SHARED_STAGES) return;
         const int64_t stages = (a.k + F::KSTEP * PAIR<F> - 1) / (F::KSTEP * PAIR<F>);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
@@ -75,14 +74,56 @@ template <class F, class T> struct StageScaledSums : FloatSums<F, T> {
     DEVICE void multiply_stage(const Slot<F> (&now)[PAIR<F>], const typename Base::Place& place, int step) {
         float scale[COUNT];
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i)
-            scale[i] = SHARED_STAGES ? bits_to_float(now[0].scale[Base::row(i) >> 3])
-                                     : scales[i][(staged_from + step) / PAIR<F>];
+        for (int i = 0; i < COUNT; ++i) scale[i] = scales[i][(staged_from + step) / PAIR<F>];
         Base::zero();
         Base::template multiply_stage<BF16_SCALES>(now, place, step);
         Base::finish();
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) sum[i] = fmaf(Base::sum[i], scale[i], sum[i]);
+    }
+};
+
+// Weights as fp16, exactly, and activations too, with block exponents where they are bf16 (halves.h): the products of a
+// block of 128 values of K are summed apart.
+template <class F, class T> struct HalfSums : Cells<false> {
+    using Value = float;
+    using Mma = FloatMma<F16>;
+    template <bool COMMON> using Stager = HalfStager<F, T, COMMON>;
+    static constexpr int BLOCK_STEPS = 128 / F::KSTEP;
+    float sum[COUNT];
+    struct Place {
+        const char* x;
+        const float* block_exponents;
+        DEVICE Place(const GemvArgs& a, const GemvPlan& plan, const char* shared)
+            : x(shared + Mma::column(int(a.m)) * plan.token_stride + F::chunk(0, fragment_quarter()) * 16),
+              block_exponents(reinterpret_cast<const float*>(shared + plan.block_exponents_at) + token(0)) {}
+    };
+    DEVICE void zero() {
+        for (float& v : sum) v = 0.f;
+    }
+    DEVICE void finish() {}
+    template <bool> DEVICE void multiply_stage(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
+        Mma part;
+#pragma unroll
+        for (int u = 0; u < PAIR<F>; ++u) {
+            if (u % BLOCK_STEPS == 0) part.zero();
+#pragma unroll
+            for (int p = 0; p < F::PARTS; ++p) {
+                Words4 w[ROWS_PER_LANE];
+                F::halves(now[u], p, w);
+                part.add(w, place.x + (step + u) * (F::KSTEP * 2) + F::chunk(p, 0) * 16, 0, 0);
+            }
+            if ((u + 1) % BLOCK_STEPS) continue;
+            part.finish();
+            float block_exponents[TOKENS];
+            if constexpr (T::BF16)
+                load_floats<TOKENS>(block_exponents, place.block_exponents + (step + u) / BLOCK_STEPS * 8);
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                const float value = T::BF16 ? part.sum[i] * block_exponents[i % TOKENS] : part.sum[i];
+                sum[i] = STAGE_SCALES<F> ? fmaf(value, bits_to_float(now[0].scale[half(i)]), sum[i]) : sum[i] + value;
+            }
+        }
     }
 };
 
@@ -238,4 +279,5 @@ template <class F, class T> struct ByteSums : ByteMma<F> {
 template <class F, class T, bool NARROW>
 using SumsFor = std::conditional_t<QUANTIZES_ROWS<F>, ByteSums<F, T>,
     std::conditional_t<F::QUANTIZES, IntegerSums<F, T, NARROW>,
-        std::conditional_t<STAGE_SCALES<F>, StageScaledSums<F, T>, FloatSums<F, T>>>>;
+        std::conditional_t<HALVES<F>, HalfSums<F, T>,
+            std::conditional_t<STAGE_SCALES<F>, StageScaledSums<F, T>, FloatSums<F, T>>>>>;

@@ -11,6 +11,7 @@ constexpr int DEEP_COMPACT = 3;       // of 12 bits, whose stages are half as la
 constexpr int NARROW_TOKENS = 2;
 constexpr int WIDE_TOKENS = 3;         // up to how many tokens float products run without clusters
 constexpr bool FLUSHING_HALF = false;  // whether fp16 matrix products lose subnormals
+constexpr bool HALF_WEIGHTS = true;    // whether weights of fp8 and NVFP4 are multiplied as fp16, see halves.h
 
 // ---- matrix products: a lane holds 16 bytes of each of ROWS_PER_LANE rows of a tile of 16; K is permuted alike in
 // both operands, so the instruction's own order of K never matters ----

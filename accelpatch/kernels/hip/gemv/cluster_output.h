@@ -30,7 +30,7 @@ template <class F, class T> struct ClusterOutput {
             const int row =
                 min(tile * (gate ? 8 : 16) + (lane_id() >> 2) + (gate ? 0 : 8 * h), rows - 1) + (gate ? h * rows : 0);
             if constexpr (ROW_FACTORS<F>) scale[h] = F::factor(a, tile * 16 + (lane_id() >> 2) + 8 * h);
-            else if (F::GROUPS == 0 && a.scale) scale[h] = static_cast<const float*>(a.scale)[row];
+            else if (F::GROUPS == 0 && !STAGE_SCALES<F> && a.scale) scale[h] = static_cast<const float*>(a.scale)[row];
             if (a.bias) bias[h] = Output<F, T>::bits(a.bias, row);
         }
         if (!a.residual) return;

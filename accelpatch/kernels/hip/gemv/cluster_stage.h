@@ -112,6 +112,16 @@ private:
     }
 };
 
+template <class F, class T> struct ClusterHalves : ClusterFloats<F, T> {
+    using Base = ClusterFloats<F, T>;
+    using Base::Base;
+    template <class WAIT, class REST>
+    DEVICE void range(int from, int steps, bool again, const WAIT& wait, const REST& rest) {
+        Base::range(from, steps, again, wait, rest);
+        Halves<F, T>::make(Base::shared, Base::plan, int(Base::a.m), 0, steps * (F::KSTEP / 8));
+    }
+};
+
 template <class F, class T> struct ClusterLimbs : LimbStager<F, T, false, true, true> {
     using Base = LimbStager<F, T, false, true, true>;
     using Base::a, Base::plan, Base::row;
@@ -259,4 +269,5 @@ private:
 
 template <class F, class T>
 using ClusterStager = std::conditional_t<QUANTIZES_ROWS<F>, QuantizedStager<F, T, Part<F>, true>,
-    std::conditional_t<F::QUANTIZES, ClusterLimbs<F, T>, ClusterFloats<F, T>>>;
+    std::conditional_t<F::QUANTIZES, ClusterLimbs<F, T>,
+        std::conditional_t<HALVES<F>, ClusterHalves<F, T>, ClusterFloats<F, T>>>>;

@@ -35,6 +35,14 @@ template <bool FNUZ> struct Fp8 {
         const uint32_t a = word_of(raw, 2 * p), b = word_of(raw, 2 * p + 1);
         return {pair<T, 0x4140>(a), pair<T, 0x4342>(a), pair<T, 0x4140>(b), pair<T, 0x4342>(b)};
     }
+    // Where weights are multiplied as fp16: those of part p of a lane's rows.
+    template <class SLOT> static DEVICE void halves(const SLOT& slot, int p, Words4 (&w)[ROWS_PER_LANE]) {
+#pragma unroll
+        for (int h = 0; h < ROWS_PER_LANE; ++h) {
+            E4m3<FNUZ>::halves(word_of(slot.w[h], 2 * p), w[h].x, w[h].y);
+            E4m3<FNUZ>::halves(word_of(slot.w[h], 2 * p + 1), w[h].z, w[h].w);
+        }
+    }
 };
 
 // The same with a float scale for each row and 128 values of K, the two steps of a stage.
@@ -200,17 +208,42 @@ template <int GROUPS_, int KIND> struct Codebook4 {
         return Book::value(word >> (4 * (k / 2 % 4) + 16 * (k % 2)) & 15u) * scale;
     }
 };
-// NVFP4: codes of e2m1 in the same tiles, with a scale for each 16 values and a factor for each row. A product of the
-// matrix unit is of 32 values, of which the lanes of two quarters have the first 16: it is taken twice, each time with
-// zeros in place of the others' codes. A place of the table has the scales of both, e4m3.
+// NVFP4: codes of e2m1 in the same tiles, with a scale for each 16 values and a factor for each row. A place of the
+// table has the scales of two times 16 values, e4m3.
+//
+// As fp16 a code times its scale is exact. Else (integer products) a product of the matrix unit is of 32 values, of
+// which the lanes of two quarters have the first 16: it is taken twice, each time with zeros in place of the others'
+// codes.
 struct Nvfp4 {
     using Book = CodebookOf<OFFSET_E2M1>;
-    static constexpr bool QUANTIZES = true, TILED = true, SPLIT = false, INTERLEAVED = true;
+    static constexpr bool QUANTIZES = !HALF_WEIGHTS, TILED = true, SPLIT = false, INTERLEAVED = true;
     static constexpr int KSTEP = 128, PARTS = 4, GROUPS = 4, OFFSET = OFFSET_NVFP4, STEP_BYTES = 1024, VALUE_BITS = 4,
-                         LIMBS = 2;
+                         LIMBS = 2, TOKEN_PAD = 64;
     static constexpr float CODE_STEP = 1.f / Book::UNIT;
-    static constexpr float SCALE_STEP = 256.f;  // of the table's scales, which are read as float16
+    // What a row's sum is multiplied by besides its factor: halves() gives codes times -2^-6; else the table's scales
+    // are read as float16.
+    static constexpr float SCALE_STEP = HALF_WEIGHTS ? -64.f : 256.f;
     static constexpr DEVICE int order(int e) { return NibbleLookup::order(e); }
+    static DEVICE int chunk(int p, int quarter) { return 4 * p + quarter; }
+    // Part p of a lane's rows: of both the word of codes, and of the table's place the scale of this quarter's values.
+    // Four codes as e4m3, a byte each, are 2^-6 of what they stand for, and a sign is the other one, since tiles hold
+    // codes with the top bit turned.
+    template <class SLOT> static DEVICE void halves(const SLOT& slot, int p, Words4 (&w)[ROWS_PER_LANE]) {
+        uint32_t scales[2];
+        const uint32_t place = slot.scale[p] >> (fragment_quarter() < 2 ? 0 : 8);
+        E4m3<false>::halves(permute<0x2200>(place, 0u), scales[0], scales[1]);
+#pragma unroll
+        for (int h = 0; h < ROWS_PER_LANE; ++h) {
+            const uint32_t codes = word_of(slot.w[h], p);
+            const uint32_t even = (codes << 4 & 0x80808080u) | (codes << 2 & 0x1c1c1c1cu),
+                           odd = (codes & 0x80808080u) | (codes >> 2 & 0x1c1c1c1cu);
+            uint32_t v[4];
+            E4m3<false>::halves(even, v[0], v[1]), E4m3<false>::halves(odd, v[2], v[3]);
+#pragma unroll
+            for (uint32_t& pair : v) pair = pair_fma(pair, scales[h], 0x80008000u);
+            w[h] = {v[0], v[1], v[2], v[3]};
+        }
+    }
     static DEVICE uint32_t bytes(const NibbleLookup& codes, int half) {
         uint32_t found[Book::LIMBS];
         Book::operands(codes, half, found);
@@ -241,3 +274,5 @@ template <class F> constexpr bool ROW_FACTORS = F::OFFSET == OFFSET_NVFP4;
 template <class F> constexpr bool CODEBOOK = F::OFFSET >= OFFSET_NF4;
 // Whether a group's offset is multiplied by the sum of its activations.
 template <class F> constexpr bool SUMMED = F::OFFSET == OFFSET_ZERO_POINT || F::OFFSET == OFFSET_MINIMUM;
+// Whether weights are multiplied as fp16, and activations made so too: halves.h.
+template <class F> constexpr bool HALVES = HALF_WEIGHTS && (ROW_FACTORS<F> || (F::VALUE_BITS == 8 && !F::QUANTIZES));

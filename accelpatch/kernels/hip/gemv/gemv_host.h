@@ -54,7 +54,7 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form
                   values = round_up(steps * F::KSTEP, 128);
     const int64_t warps = 1 << p.warps_shift;
     SharedLayout layout;
-    int64_t pad = 16, exponents = F::QUANTIZES ? values / 128 * 32 : 0;
+    int64_t pad = 16, exponents = F::QUANTIZES || HALVES<F> ? values / 128 * 32 : 0;
     if constexpr (!F::QUANTIZES || QUANTIZES_ROWS<F>) pad = F::TOKEN_PAD;
     if constexpr (QUANTIZES_ROWS<F>) exponents = ROW_SCALE_BYTES;
     p.token_stride = int32_t(values * (QUANTIZES_ROWS<F> ? 1 : 2) + pad);
@@ -136,7 +136,9 @@ int make_plan(GemvPlan& p, const GemvArgs& a, const DeviceLimits& limits, int bl
     p.part_steps = int32_t((p.steps + shared_stage - 1) / shared_stage * shared_stage / CLUSTER);
     p.tile_hop = blocks / cluster * (WARPS * cluster >> p.warps_shift), p.row_hop = int32_t(p.tile_hop * each);
     p.weight_hop = F::TILED ? int64_t(p.tile_hop) * p.steps * F::STEP_BYTES : p.row_hop * (a.k * F::VALUE_BITS / 8);
-    p.scale_hop = F::GROUPS ? int64_t(p.tile_hop) * (((p.steps - 1) >> a.group_shift) + 1) * 8 * SCALE_BYTES<F> : 0;
+    p.scale_hop = F::GROUPS         ? int64_t(p.tile_hop) * (((p.steps - 1) >> a.group_shift) + 1) * 8 * SCALE_BYTES<F>
+                  : STAGE_SCALES<F> ? int64_t(p.row_hop) * ((p.steps + PAIR<F> - 1) / PAIR<F>)*4
+                                    : 0;
     p.w_aligned = F::TILED || multiple_of_16(a.w, a.k * F::VALUE_BITS / 8);
     p.x_aligned = multiple_of_16(a.x, a.x_stride * 2) && a.k % 8 == 0 && multiple_of_16(a.norm_weight) &&
                   multiple_of_16(a.norm_bias);
@@ -188,7 +190,7 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
     GemvPlan plan = {};
     const int depth = make_plan<F, T>(plan, a, limits, blocks, narrow ? Form::NARROW : Form::WIDE);
 #if !defined(LOW_RANK)
-    if constexpr (CLUSTER > 1 && !COMPACT<F> && !STAGE_SCALES<F>) {
+    if constexpr (CLUSTER > 1 && !COMPACT<F>) {
         const bool many = a.m > (F::QUANTIZES ? NARROW_TOKENS : WIDE_TOKENS);
         if (limits.clusters && common(a, plan) && (many || !depth || plan.bytes > half_of(limits))) {
             const int status = launch_as_clusters<F, T>(a, limits, stream);

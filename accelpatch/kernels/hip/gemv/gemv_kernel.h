@@ -29,14 +29,14 @@ DEVICE void reset_signal(const GemvArgs& a) {
 // Zeros, and where scales of stages lie.
 template <class F, class SUMS> DEVICE void start_sums(SUMS& total, const GemvArgs& a, int tile) {
     total.zero();
-    if constexpr (STAGE_SCALES<F>) total.of_tile(a, tile);
+    if constexpr (STAGE_SCALES<F> && !HALVES<F>) total.of_tile(a, tile);
 }
 
 // A warp's stages from step `from` to `end`; activations are staged from step `begin` on.
 template <bool BF16_SCALES, class F, int DEPTH, class SUMS>
 DEVICE void sweep(
     Stream<F, DEPTH>& stream, SUMS& total, const typename SUMS::Place& place, int from, int end, int begin) {
-    if constexpr (STAGE_SCALES<F>) total.staged_from = begin;
+    if constexpr (STAGE_SCALES<F> && !HALVES<F>) total.staged_from = begin;
 #pragma unroll 1
     for (int step = from; step < end; step += stream.stride) {
         Slot<F> now[PAIR<F>];

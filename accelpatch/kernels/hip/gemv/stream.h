@@ -60,9 +60,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
                 row[h] = static_cast<const char*>(a.w) + rows[h] * row_bytes<F>(a) + chunk * RUN_BYTES;
             }
         }
-        const int pair = SHARED_TABLES ? lane_id() & 7 : scale_pair();
-        scale = static_cast<const char*>(SHARED_TABLES && TABLES<F> > 1 && lane_id() & 16 ? a.offset : a.scale) +
-                ((STACKED<F> ? 0 : tile * scale_sets<F>(a, plan) * 8) + pair) * SCALE_BYTES<F>;
+        scale = first_scales<F>(a, plan, tile);
 #pragma unroll 1
         for (int i = 0; i < PREFETCHED; ++i) prefetch();
     }
@@ -114,7 +112,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
             if (!F::TILED || h == 0) row[h] += rounds * plan.weight_hop;
             if (!F::TILED) rows[h] += rounds * plan.row_hop;
         }
-        if (F::GROUPS > 0 && !STACKED<F>) scale += rounds * plan.scale_hop;
+        if ((F::GROUPS > 0 && !STACKED<F>) || STAGE_SCALE_BYTES<F> > 0) scale += rounds * plan.scale_hop;
     }
     // Starts the loads of the next stage, into the place of the one that was consumed last.
     DEVICE void prefetch() {
@@ -129,7 +127,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
             if constexpr (LATE) tables = table(0);
             else load_tables(into, there, second);
         }
-        copy_stage_scales<F>(a, plan, into + TABLES_AT - lane_id() * 16, tile, step, there);
+        copy_stage_scales<F>(a, into + TABLES_AT - lane_id() * 16, scale + step / PAIR<F> * 4, tile, there);
         commit_stage();
         advance();
     }

@@ -37,15 +37,13 @@ DEVICE int64_t weight_row(const GemvArgs& a, int tile, int r) {
     const int64_t half = a.n / 2, at = int64_t(tile) * 8 + (r & 7);
     return at < half ? at + (r >> 3) * half : a.n;
 }
-// Scales of a stage, one for each of its 16 rows, into the multi-stage buffer, a row a lane; and those of a lane's rows
-// from there. Nothing where a stage has none, or registers hold it.
+// Scales of a stage, one for each of its 16 rows, into the multi-stage buffer, a row a lane (and the same row by the
+// lane 16 further); and those of a lane's rows from there. Nothing where a stage has none, or registers hold it.
+// `scale`: the stage's of this lane's row.
 template <class F>
-DEVICE void copy_stage_scales(const GemvArgs& a, const GemvPlan& plan, char* into, int tile, int step, bool there) {
-    if constexpr (STAGE_SCALE_BYTES<F> > 0) {
-        if (lane_id() >= 16) return;
-        const int64_t stages = (plan.steps + PAIR<F> - 1) / PAIR<F>, row = min(weight_row(a, tile, lane_id()), a.n - 1);
-        stream_copy<4>(into + lane_id() * 4, static_cast<const float*>(a.scale) + row * stages + step / PAIR<F>, there);
-    }
+DEVICE void copy_stage_scales(const GemvArgs& a, char* into, const char* scale, int tile, bool there) {
+    if constexpr (STAGE_SCALE_BYTES<F> > 0)
+        stream_copy<4>(into + (lane_id() & 15) * 4, scale, there && weight_row(a, tile, lane_id() & 15) < a.n);
 }
 template <class F> DEVICE void read_stage_scales(Slot<F>& slot, const char* from) {
     if constexpr (STAGE_SCALE_BYTES<F> > 0)
@@ -54,6 +52,19 @@ template <class F> DEVICE void read_stage_scales(Slot<F>& slot, const char* from
 template <class F> DEVICE int64_t row_bytes(const GemvArgs& a) { return a.k * F::VALUE_BITS / 8; }
 template <class F> DEVICE int64_t scale_sets(const GemvArgs& a, const GemvPlan& plan) {
     return F::GROUPS ? ((plan.steps - 1) >> a.group_shift) + 1 : 0;
+}
+
+// Where a lane finds scales (or offsets) of a tile: the first of those that it brings into the multi-stage buffer or
+// into its registers.
+template <class F> DEVICE const char* first_scales(const GemvArgs& a, const GemvPlan& plan, int tile) {
+    if constexpr (STAGE_SCALE_BYTES<F> > 0) {
+        const int64_t stages = (plan.steps + PAIR<F> - 1) / PAIR<F>;
+        return static_cast<const char*>(a.scale) + weight_row(a, tile, lane_id() & 15) * stages * 4;
+    }
+    constexpr bool SHARED_TABLES = SHARED_STAGES && F::GROUPS > 0;
+    const int pair = SHARED_TABLES ? lane_id() & 7 : scale_pair();
+    return static_cast<const char*>(SHARED_TABLES && TABLES<F> > 1 && lane_id() & 16 ? a.offset : a.scale) +
+           ((STACKED<F> ? 0 : tile * scale_sets<F>(a, plan) * 8) + pair) * SCALE_BYTES<F>;
 }
 
 // Rows that no 16-byte load may touch: 16 bytes one by one, zeros past the row's end. `room`: bytes from `from` to

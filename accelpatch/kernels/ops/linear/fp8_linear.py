@@ -21,7 +21,7 @@ from accelpatch.kernels.cpu import stored
 from accelpatch.kernels.hip import binding
 from accelpatch.kernels.layouts.row_major import FP8, FP8_BLOCK, Fp8Rows, fp8_name
 from accelpatch.kernels.operation import operation
-from accelpatch.kernels.ops.linear import common, gradient
+from accelpatch.kernels.ops.linear import common, gradient, wgmma
 from accelpatch.kernels.spec import Blocks, Case, Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
@@ -176,6 +176,7 @@ def cases() -> list[Case]:
 IMPLEMENTATIONS = {
     "cpu_stored": Implementation(by_cpu, cpu_why_not),
     "hip": Implementation(by_hip, why_not),
+    "triton_wgmma": Implementation(wgmma.by_fp8, wgmma.fp8_why_not),
     "triton": Implementation(by_triton, triton_why_not),
     "torch": Implementation(by_torch, dispatch.anywhere),
 }

@@ -1,5 +1,5 @@
-"""The implementation `triton_wgmma` of int8_linear and tiled_int4_linear: GEMMs on Hopper's matrix unit, whose left
-operand is made of the weight's codes in registers (kernels/triton/hopper_gemm.py)."""
+"""The implementation `triton_wgmma` of int8_linear, fp8_linear and tiled_int4_linear: GEMMs on Hopper's matrix unit,
+whose left operand is made of the weight's codes in registers (kernels/triton/hopper_gemm.py)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from accelpatch.device import Device
 from accelpatch.kernels.arguments import HALVES
 from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.kernels.layouts.int4_tiles import Tiles
+from accelpatch.kernels.layouts.row_major import FP8, fp8_name
 from accelpatch.kernels.layouts.tiling import TILE_VALUES
 from accelpatch.kernels.ops.linear import common
 from accelpatch.kernels.spec import Spec
@@ -42,6 +43,23 @@ def by_int8(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> 
     from accelpatch.kernels.triton import hopper_gemm
 
     return hopper_gemm.int8(x, q, scale, bias)
+
+
+def fp8_why_not(spec: Spec, device: Device) -> str | None:
+    """Why `by_fp8` cannot run a spec: it takes e4m3fn, and K that is a multiple of 128."""
+    if reason := _why_not(spec, device):
+        return reason
+    if spec.options.get("form") == fp8_name(FP8[1]):
+        return "it reads e4m3fn alone"
+    k = spec.sizes["K"]
+    return f"K = {k} is no multiple of {TILE_VALUES}" if k % TILE_VALUES else None
+
+
+def by_fp8(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As fp8_linear."""
+    from accelpatch.kernels.triton import hopper_gemm
+
+    return hopper_gemm.e4m3(x, q, scale, bias)
 
 
 def int4_why_not(spec: Spec, device: Device) -> str | None:
