@@ -160,8 +160,8 @@ inline void panel_product(
     }
 }
 
-// `rows` rows of the weight from block b on, at most a panel's, as gather_row() gives them: the same bits, with k in the
-// order of the columns.
+// `rows` rows of the weight from block b on, at most a panel's, as gather_row() gives them: the same bits, with k in
+// the order of the columns.
 inline void gather_panel(const Weight& w, int64_t b, int64_t rows, float* out) {
     constexpr int64_t kDeep = 64, kLine = 16;  // k of a panel here, which then stays in the first cache; a line of k
     static_assert(kPanelDepth % kDeep == 0 && kDeep % kLine == 0, "groups begin where they do in a whole panel");

@@ -58,8 +58,8 @@ struct GemvArgs {
 #if defined(LOW_RANK)
     // Adapters, see low_rank.h. down: [ranks][K]; up: [N][rank], both in x's dtype, rank a multiple of 8; low: two
     // buffers, float[ranks][8 pieces][8], of which all bits are set before the first launch, and behind them a number
-    // that is zero then; later launches find what those before have left. Rows of w from second_part and from third_part
-    // on have the second and third `rank` of the `ranks`.
+    // that is zero then; later launches find what those before have left. Rows of w from second_part and from
+    // third_part on have the second and third `rank` of the `ranks`.
     const void *down, *up;
     float* low;
     int32_t rank, ranks, second_part, third_part;

@@ -175,7 +175,7 @@ int launch_low_rank(const GemvArgs& a, const GemvPlan& made, const DeviceLimits&
     SharedLayout layout;
     plan.moments_at = layout.reserve(Norms<T, false, false>::floats(a.norm) * 4);
     plan.low_at = layout.reserve(LOW_TOKENS * (THREADS / 32) * 4);
-    const int items = a.ranks * low_pieces(a), blocks = items < 2 * limits.sms ? items : 2 * limits.sms;
+    const int pieces = a.ranks < 128 ? 128 : a.ranks, blocks = pieces < 2 * limits.sms ? pieces : 2 * limits.sms;
     return launch_kernel(
         low_rank_kernel<T>, blocks, THREADS, int(layout.bytes), stream, limits, a.dependent >= 0, a, plan);
 }

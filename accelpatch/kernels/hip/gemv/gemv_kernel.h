@@ -95,9 +95,9 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
     const int seat = NARROW ? lane_id() : threadIdx.x & (WK * WARP_SIZE - 1);
     Output<F, T> output(a, plan, adds(0) ? tile_of<F>(plan, 0, wn) : plan.tiles, seat);
     const typename Sums::Place place(a, plan, shared);
-    ADAPTERS(Adapters<T, NARROW ? 2 : 4> adapters(a, plan, low_here(plan, shared));
-             for (int at = tile_of<F>(plan, 0, wn) + wk * plan.tile_hop; at < plan.tiles; at += WK * plan.tile_hop)
-                 adapters.prefetch_up(at);)
+    ADAPTERS(Adapters < T, NARROW ? 1 : 4 > adapters(a, plan, low_here(plan, shared));
+        for (int at = tile_of<F>(plan, 0, wn) + wk * plan.tile_hop; at < plan.tiles; at += WK * plan.tile_hop)
+            adapters.prefetch_up(at);)
     const bool fully_staged = plan.staged_k_tiles == plan.k_tiles;
     int there = 0;  // the K tile up to which K is staged; 0: it is to be staged anew
     bool begun = false;
@@ -150,7 +150,6 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
             if (Sums::owns(i) && Sums::token(i) < int(a.m))
                 partial[(Sums::token(i) * WK + wk) * PARTIAL_STRIDE + Sums::row(i)] = total.sum[i];
         const int name = NARROW ? wn * WK + buffer : wn;
-        ADAPTERS(if (adder) output.load_up(a);)
         if (!adder) {
             group_arrive(name, WK * WARP_SIZE);
             continue;

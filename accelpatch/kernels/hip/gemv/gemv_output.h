@@ -47,18 +47,11 @@ template <class F, class T> struct Output {
     // token_scale: of a quantised token.
 #if defined(LOW_RANK)
     float adapted[2] = {0.f, 0.f};  // adapters' products
-    LowRow ups[2];
-    DEVICE void load_up(const GemvArgs& a) {
-        if (column < 0) return;
-        ups[0].load(a, column);
-        if (a.activation == ACT_SILU_GATE) ups[1].load(a, column + int(a.n / 2));
-    }
-    // Behind load_up(), from their sums `here`. `seat`: as the constructor's.
+    // From their sums `here`. `seat`: as the constructor's.
     DEVICE void add_adapters(const GemvArgs& a, const float* here, int seat) {
         if (column < 0) return;
-        adapted[0] = ups[0].template sum<T>(a, here, seat >> 4, column);
-        if (a.activation == ACT_SILU_GATE)
-            adapted[1] = ups[1].template sum<T>(a, here, seat >> 4, column + int(a.n / 2));
+        adapted[0] = low_rank_sum<T>(a, here, seat >> 4, column);
+        if (a.activation == ACT_SILU_GATE) adapted[1] = low_rank_sum<T>(a, here, seat >> 4, column + int(a.n / 2));
     }
 #endif
     template <bool COMMON, class V>

@@ -1,10 +1,10 @@
 // LoRA inside a product: y[M, N] = epilogue(x w^T + bias + (x down^T) up^T). Sources that define LOW_RANK have it.
 //
-// x down^T is cut into pieces, a part of K of one of down's rows each, of which every block has one or none: it loads
-// its part of `down` before it waits for x, multiplies it when it has staged its own x, and stores a sum for each token
-// where all blocks of the launch look for them halfway through their first tile, while their weights are on the way.
-// Rows of `up` are in L2 by then and in registers when the tile ends. So adapters cost a launch neither another one
-// nor a wait of all for one block, and nothing is left to do behind the last output.
+// x down^T is cut into pieces, a part of K of one of down's rows each, of which every block has one or none: it brings
+// its part of `down` into L2 before it waits for x, multiplies it when it has staged its own x, and stores a sum for
+// each token where all blocks of the launch look for them halfway through their first tile, while weights are on the
+// way. Rows of `up` are in L2 by then. So adapters cost a launch neither another one nor a wait of all for one block,
+// and nothing is left to do behind the last output.
 //
 // Sums lie in one of two buffers, which take turns, and of which each launch sets all bits of the one that it does not
 // use: the next launch finds there nothing but what its own blocks store. Where blocks do not wait for each other, a
@@ -19,7 +19,9 @@ constexpr uint32_t NO_LOW = 0xffffffffu;
 
 // The parts of K that a row's products are cut into: no function of the device or of a launch's blocks, so that a
 // result's bits are none either. A lane or an aligned run of lanes reads them.
-DEVICE int low_pieces(const GemvArgs& a) { return a.ranks <= 16 ? MOST_PIECES : a.ranks <= 32 ? 4 : a.ranks <= 64 ? 2 : 1; }
+DEVICE int low_pieces(const GemvArgs& a) {
+    return a.ranks <= 16 ? MOST_PIECES : a.ranks <= 32 ? 4 : a.ranks <= 64 ? 2 : 1;
+}
 DEVICE int64_t buffer_words(const GemvArgs& a) { return int64_t(a.ranks) * MOST_PIECES * LOW_TOKENS; }
 // In shared memory: here[8 tokens][ranks], scratch[8][THREADS / 32], and a word.
 DEVICE float* low_here(const GemvPlan& plan, char* shared) { return reinterpret_cast<float*>(shared + plan.low_at); }
@@ -48,17 +50,16 @@ struct LowPiece {
         const int chunks = int((a.k + 7) / 8), each = (chunks + low_pieces(a) - 1) / low_pieces(a);
         begin = item % low_pieces(a) * each, end = min(begin + each, chunks);
     }
-    DEVICE Words4 load(const GemvArgs& a, int chunk) const {
-        return chunk < end ? load_chunk(row, chunk * 8, int(a.k), a.k % 8 == 0) : Words4{0, 0, 0, 0};
+    DEVICE void prefetch() const {
+        for (int c = begin + int(threadIdx.x) * 8; c < end; c += THREADS * 8) prefetch_line(row + c * 16);
     }
 };
 
 // The pieces `block`, `block` + `blocks` and so on, times all tokens; every thread of the block calls it, and none has
-// anything to do with `scratch`. The norms' moments are there. `first`: the thread's first chunk of the first piece.
-// `into`: a buffer.
+// anything to do with `scratch`. The norms' moments are there. `into`: a buffer. AT_ONCE: tokens whose loads are under
+// way together.
 template <class T, int AT_ONCE, class NORMS>
-DEVICE void multiply_down(const GemvArgs& a, const NORMS& norms, const Words4& first, float* into, float* scratch,
-    int block, int blocks) {
+DEVICE void multiply_down(const GemvArgs& a, const NORMS& norms, float* into, float* scratch, int block, int blocks) {
     constexpr int BANDS = THREADS / 32;
     const int m = int(a.m);
 #pragma unroll 1
@@ -78,7 +79,7 @@ DEVICE void multiply_down(const GemvArgs& a, const NORMS& norms, const Words4& f
 #pragma unroll
                 for (int i = 0; i < AT_ONCE; ++i) x[i] = norms.load(min(token + i, m - 1), c * 8);
                 const Words4 times = a.norm ? norms.weight(c * 8) : Words4{0, 0, 0, 0},
-                             down = item == block && c < piece.begin + THREADS ? first : piece.load(a, c);
+                             down = load_chunk(piece.row, c * 8, int(a.k), a.k % 8 == 0);
 #pragma unroll
                 for (int i = 0; i < AT_ONCE; ++i) {
                     if (a.norm) x[i] = norms.apply(x[i], times, c * 8, mean[i], scale[i]);
@@ -132,50 +133,36 @@ DEVICE void collect_low(const GemvArgs& a, const float* from, float* here, int p
         }
     }
 }
-// Row n of `up`: the first of its values, and what the adapters add to a token's output of row n of w.
-struct LowRow {
-    static constexpr int HELD = 2;
-    Words4 held[HELD];
-    static DEVICE const uint16_t* row(const GemvArgs& a, int n) {
-        return static_cast<const uint16_t*>(a.up) + int64_t(n) * a.rank;
-    }
-    DEVICE void load(const GemvArgs& a, int n) {
-        for (int i = 0; i < HELD; ++i) held[i] = load_activation16(row(a, n) + (i * 8 < a.rank ? i * 8 : 0));
-    }
-    template <class T> DEVICE float sum(const GemvArgs& a, const float* here, int token, int n) const {
-        const int part = (n >= a.second_part) + (n >= a.third_part);
-        const float* low = here + token * a.ranks + part * a.rank;
-        float sum = 0.f;
-        const auto add = [&](const Words4& words, int r) ALWAYS_INLINE {
-            float w[8], by[8];
-            unpack<T>(words, w), load_floats<4>(by, low + r), load_floats<4>(by + 4, low + r + 4);
+DEVICE const uint16_t* row_of_up(const GemvArgs& a, int n) {
+    return static_cast<const uint16_t*>(a.up) + int64_t(n) * a.rank;
+}
+// What the adapters add to a token's output of row n of w.
+template <class T> DEVICE float low_rank_sum(const GemvArgs& a, const float* here, int token, int n) {
+    const int part = (n >= a.second_part) + (n >= a.third_part);
+    const float* low = here + token * a.ranks + part * a.rank;
+    const uint16_t* up = row_of_up(a, n);
+    float sum = 0.f;
+#pragma unroll 2
+    for (int r = 0; r < a.rank; r += 8) {
+        float w[8];
+        unpack<T>(load_activation16(up + r), w);
 #pragma unroll
-            for (int e = 0; e < 8; ++e) sum = fmaf(w[e], by[e], sum);
-        };
-        add(held[0], 0);
-        if (a.rank > 8) add(held[1], 8);
-#pragma unroll 1
-        for (int r = 8 * HELD; r < a.rank; r += 8) add(load_activation16(row(a, n) + r), r);
-        return sum;
+        for (int e = 0; e < 8; ++e) sum = fmaf(w[e], low[r + e], sum);
     }
-};
+    return sum;
+}
 
 // A block's part in it, as gemv_kernel.h goes along. `here`: in shared memory, see low_here().
 template <class T, int AT_ONCE> struct Adapters {
     const GemvArgs& a;
     float* const here;
     const int blocks;  // those with tiles
-    Words4 first;      // of the block's first piece: constant, and so loaded before the wait
     bool multiplied = false;
     DEVICE Adapters(const GemvArgs& a, const GemvPlan& plan, float* here)
         : a(a),
           here(here),
-          blocks(min(int(gridDim.x), plan.tiles)),
-          first{0, 0, 0, 0} {
-        const int item = int(blockIdx.x);
-        if (!BLOCKS_MEET || item >= a.ranks * low_pieces(a)) return;
-        const LowPiece piece(a, item);
-        first = piece.load(a, piece.begin + int(threadIdx.x));
+          blocks(min(int(gridDim.x), plan.tiles)) {
+        if (BLOCKS_MEET && int(blockIdx.x) < a.ranks * low_pieces(a)) LowPiece(a, int(blockIdx.x)).prefetch();
     }
     DEVICE float* buffer(int number) const { return a.low + number * buffer_words(a); }
     DEVICE int turn() const { return BLOCKS_MEET ? low_turn(a, here) : 0; }
@@ -186,27 +173,25 @@ template <class T, int AT_ONCE> struct Adapters {
         for (int at = lane_id() * 64; at < rows * a.rank; at += WARP_SIZE * 64) {
             const int n = tile * rows + at / a.rank;
             if (n >= limit) break;
-            prefetch_line(LowRow::row(a, tile * rows) + at);
-            if (gate) prefetch_line(LowRow::row(a, tile * rows + half) + at);
+            prefetch_line(row_of_up(a, tile * rows) + at);
+            if (gate) prefetch_line(row_of_up(a, tile * rows + half) + at);
         }
     }
-    // The block's pieces, once; every thread calls it when activations have been staged. It sets all bits of its part of
-    // the other buffer.
+    // The block's pieces, once; every thread calls it when activations have been staged. It sets all bits of its part
+    // of the other buffer.
     template <class NORMS> DEVICE void multiply(const NORMS& norms) {
         if (!BLOCKS_MEET || multiplied) return;
         multiplied = true;
-        multiply_down<T, AT_ONCE>(a, norms, first, buffer(turn()), low_scratch(a, here), int(blockIdx.x), blocks);
+        multiply_down<T, AT_ONCE>(a, norms, buffer(turn()), low_scratch(a, here), int(blockIdx.x), blocks);
         float* other = buffer(1 - turn());
 #pragma unroll 1
         for (int64_t at = (int64_t(blockIdx.x) * THREADS + threadIdx.x) * 4; at < buffer_words(a);
-             at += int64_t(blocks) * THREADS * 4)
+            at += int64_t(blocks) * THREADS * 4)
             store_relaxed16(other + at, {NO_LOW, NO_LOW, NO_LOW, NO_LOW});
     }
     // Every lane of a warp calls it, behind multiply() and before the barrier of the first outputs: part `part` of the
     // sums into shared memory, of `parts` warps that share a tile.
-    DEVICE void collect(int part, int parts) const {
-        collect_low(a, buffer(turn()), here, part, parts);
-    }
+    DEVICE void collect(int part, int parts) const { collect_low(a, buffer(turn()), here, part, parts); }
 };
 
 // Where blocks do not wait for each other: the sums, by a launch before. A block has its norms' moments alone.
@@ -228,8 +213,5 @@ template <class T> __global__ void __launch_bounds__(THREADS) low_rank_kernel(co
             __syncthreads();
         }
     }
-    const int block = int(blockIdx.x);
-    const LowPiece piece(a, block);
-    multiply_down<T, 2>(a, norms, piece.load(a, piece.begin + int(threadIdx.x)), a.low, low_here(plan, shared), block,
-        int(gridDim.x));
+    multiply_down<T, 4>(a, norms, a.low, low_here(plan, shared), int(blockIdx.x), int(gridDim.x));
 }
