@@ -27,7 +27,7 @@ DEVICE int64_t buffer_words(const GemvArgs& a) { return int64_t(a.ranks) * MOST_
 DEVICE float* low_here(const GemvPlan& plan, char* shared) { return reinterpret_cast<float*>(shared + plan.low_at); }
 
 DEVICE float* low_scratch(const GemvArgs& a, float* here) { return here + LOW_TOKENS * a.ranks; }
-DEVICE int& low_turn(const GemvArgs& a, float* here) {
+DEVICE int& low_parity(const GemvArgs& a, float* here) {
     return reinterpret_cast<int&>(low_scratch(a, here)[LOW_TOKENS * (THREADS / 32)]);
 }
 // Behind the wait for the end of the kernel before, by every thread, once: whose turn it is of the two buffers. The
@@ -38,7 +38,7 @@ DEVICE void begin_low(const GemvArgs& a, float* here) {
     auto* number = reinterpret_cast<int32_t*>(a.low + 2 * buffer_words(a));
     const int before = count_up(number, 1), blocks = int(gridDim.x);
     if ((before & 0xffff) == blocks - 1) count_up(number, 0x10000 - blocks);
-    low_turn(a, here) = before >> 16 & 1;
+    low_parity(a, here) = before >> 16 & 1;
 }
 
 // One piece: chunks of 8 values, from `begin` to `end`, of a row.
@@ -165,7 +165,7 @@ template <class T, int AT_ONCE> struct Adapters {
         if (BLOCKS_MEET && int(blockIdx.x) < a.ranks * low_pieces(a)) LowPiece(a, int(blockIdx.x)).prefetch();
     }
     DEVICE float* buffer(int number) const { return a.low + number * buffer_words(a); }
-    DEVICE int turn() const { return BLOCKS_MEET ? low_turn(a, here) : 0; }
+    DEVICE int parity() const { return BLOCKS_MEET ? low_parity(a, here) : 0; }
     // Lines of `up` of the rows of a tile, into L2; every lane of a warp calls it. Constant: before the wait.
     DEVICE void prefetch_up(int tile) const {
         const bool gate = a.activation == ACT_SILU_GATE;
@@ -182,8 +182,8 @@ template <class T, int AT_ONCE> struct Adapters {
     template <class NORMS> DEVICE void multiply(const NORMS& norms) {
         if (!BLOCKS_MEET || multiplied) return;
         multiplied = true;
-        multiply_down<T, AT_ONCE>(a, norms, buffer(turn()), low_scratch(a, here), int(blockIdx.x), blocks);
-        float* other = buffer(1 - turn());
+        multiply_down<T, AT_ONCE>(a, norms, buffer(parity()), low_scratch(a, here), int(blockIdx.x), blocks);
+        float* other = buffer(1 - parity());
 #pragma unroll 1
         for (int64_t at = (int64_t(blockIdx.x) * THREADS + threadIdx.x) * 4; at < buffer_words(a);
             at += int64_t(blocks) * THREADS * 4)
@@ -191,7 +191,7 @@ template <class T, int AT_ONCE> struct Adapters {
     }
     // Every lane of a warp calls it, behind multiply() and before the barrier of the first outputs: part `part` of the
     // sums into shared memory, of `parts` warps that share a tile.
-    DEVICE void collect(int part, int parts) const { collect_low(a, buffer(turn()), here, part, parts); }
+    DEVICE void collect(int part, int parts) const { collect_low(a, buffer(parity()), here, part, parts); }
 };
 
 // Where blocks do not wait for each other: the sums, by a launch before. A block has its norms' moments alone.
