@@ -73,8 +73,9 @@ class Watch:
         self._plain = grouped(plain_values(model))
         self._values = values_of(self._plain)
         self._implementations = [(one, implementation(one)) for one in configurations(model)]
-        self._tables: list[dict[str, Any]] = [t for m in modules for t in (m._modules, m._parameters, m._buffers)]
-        self._filled = [table for table in self._tables if table]  # most are empty, so only their sizes are checked
+        tables: list[dict[str, Any]] = [t for m in modules for t in (m._modules, m._parameters, m._buffers)]
+        self._filled = [table for table in tables if table]
+        self._empty = [table for table in tables if not table]  # most of them
         self._held = list(chain.from_iterable(map(dict.values, self._filled)))
         tensors = [value for value in self._held if isinstance(value, Tensor)]
         self.several_devices = len({tensor.device for tensor in tensors}) > 1  # or offloaded in part
@@ -111,7 +112,8 @@ class Watch:
         """Whether the model has changed since the step was derived from it."""
         return (
             any(attributes.get("_hf_hook") is not hook for attributes, hook in self._hf_hooks)
-            or sum(map(len, self._tables)) != len(self._held)
+            or any(self._empty)
+            or sum(map(len, self._filled)) != len(self._held)
             or not all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._held))
             or list(map(Tensor.data_ptr, self._tensors)) != self._pointers
             or list(map(_version, self._written)) != self._versions

@@ -32,8 +32,10 @@ class Adapters:
 
     @property
     def reset(self) -> bool:
-        """Whether the words are as a launch must find them."""
-        return bool((self.low[:-4] == -1).all() and (self.low[-4:] == 0).all())
+        """Whether the words are as a launch must find them: the buffer whose turn is next, and what counts blocks."""
+        *_, number, _, _, _ = self.low[-5:].tolist()
+        following = self.low[:-4].chunk(2)[number >> 16 & 1]
+        return bool((following == -1).all()) and number & 0xFFFF == 0
 
     def beside(self, dense: Tensor) -> Tensor:
         """The weight w + up down that a product with these adapters has, on the CPU and in float64."""
@@ -49,7 +51,7 @@ def adapters(p: Packed, dtype: torch.dtype, rank: int, starts: Sequence[int], de
     """Random ones, as large as the weight's own rows."""
     ranks = rank * len(starts)
     down, up = torch.randn(ranks, p.k) / p.k**0.5, torch.randn(p.n, rank) / rank**0.5
-    low = torch.full((ranks * 8 + 4,), -1, dtype=torch.int32, device=device)
+    low = torch.full((ranks * 128 + 4,), -1, dtype=torch.int32, device=device)
     low[-4:] = 0
     return Adapters(down.to(device, dtype), up.to(device, dtype), tuple(starts), low)
 

@@ -13,7 +13,7 @@ from accelpatch.kernels.compiling.gpu_libraries import FUNCTIONS
 SUFFIX = "_low_rank"  # of a function of the device library with adapters
 STEP = 8  # ranks of a part come in multiples
 MOST_RANKS = 512
-TOKENS, NUMBERS = 8, 4  # words of a rank; those behind all, of which the first counts
+WORDS, NUMBERS = 2 * 8 * 8, 4  # of a rank: two buffers of 8 pieces of 8 tokens; those behind all: the first counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,8 +21,8 @@ class LowRank:
     """Adapters of a weight w[N, K], whose rows fall into up to three parts: w' = w + up down, part by part.
 
     down[parts * rank, K], which includes the scaling, and up[N, rank], contiguous and in x's dtype; rank is a multiple
-    of STEP. starts: the first row of each part. words: of `new_words`, for launches on one stream at a time, which
-    leave them as they were; None: each launch is given words of its own, which is a launch more.
+    of STEP. starts: the first row of each part. words: of `new_words`, for launches on one stream at a time, each of
+    which leaves them ready for the next; None: each launch is given words of its own, which is a launch more.
     """
 
     down: Tensor
@@ -41,8 +41,8 @@ class LowRank:
         return self.down.shape[0]
 
     def new_words(self) -> Tensor:
-        """int32[8 * ranks + 4] on the weights' device: sums that are yet to come, and zeros."""
-        words = torch.full((TOKENS * self.ranks + NUMBERS,), -1, dtype=torch.int32, device=self.down.device)
+        """int32[128 * ranks + 4] on the weights' device: sums that are yet to come, and zeros."""
+        words = torch.full((WORDS * self.ranks + NUMBERS,), -1, dtype=torch.int32, device=self.down.device)
         words[-NUMBERS:] = 0
         return words
 

@@ -195,6 +195,19 @@ def test_panels_multiply_the_rows_that_gather_gives(format_: str, k: int) -> Non
         linear.by_panels(x[:, 1:], made)
 
 
+@pytest.mark.parametrize("k", [64, 102, 192, 200, 513, 1088])
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.usefixtures("isa")
+def test_rows_one_after_the_other_are_gathered_to_the_bit(format_: str, k: int) -> None:
+    """Such rows are made in panels, and others, here from the last to the first, each by itself."""
+    for n in (37, 64, 9):
+        _, *weight, _ = canonical(format_, *size_for(format_, 1, n, k))
+        made = packed(format_, *weight)
+        each = linear.gather(made, torch.arange(n - 1, -1, -1)).flip(0)
+        for first, last in ((0, n), (3, n), (16, min(n, 29)), (32, n), (0, 7)):
+            assert torch.equal(linear.gather(made, torch.arange(first, max(first, last))), each[first:last])
+
+
 def test_gather_is_what_torch_dequantises() -> None:
     _, q, scale, offset, _ = canonical("int4-minimum64", 1, 37, 192)
     made = Pack.pack(q, scale, offset, bits=4)

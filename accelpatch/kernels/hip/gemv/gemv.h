@@ -56,9 +56,10 @@ struct GemvArgs {
     // Tuning; zero means the default. None of it changes a result's bits. dependent: -1 waits for the kernel before.
     int32_t blocks, shallow, dependent;
 #if defined(LOW_RANK)
-    // Adapters, see low_rank.h. down: [ranks][K]; up: [N][rank], both in x's dtype, rank a multiple of 8; low:
-    // float[ranks][8] of which all bits are set before and after, and behind them a number that is zero. Rows of w from
-    // second_part and from third_part on have the second and third `rank` of the `ranks`.
+    // Adapters, see low_rank.h. down: [ranks][K]; up: [N][rank], both in x's dtype, rank a multiple of 8; low: two
+    // buffers, float[ranks][8 pieces][8], of which all bits are set before the first launch, and behind them a number
+    // that is zero then; later launches find what those before have left. Rows of w from second_part and from
+    // third_part on have the second and third `rank` of the `ranks`.
     const void *down, *up;
     float* low;
     int32_t rank, ranks, second_part, third_part;

@@ -75,7 +75,7 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form
     p.experts.scores_at = layout.reserve(p.experts.logits && !SHARED_STAGES ? sizeof(Scores) - unused : 0);
     p.mbarriers_at = layout.reserve(clustered ? MBARRIERS<F> * 8 : 0);
 #if defined(LOW_RANK)
-    p.low_at = layout.reserve(LOW_TOKENS * 4 * ((BLOCKS_MEET ? a.ranks : 0) + THREADS / 32));
+    p.low_at = layout.reserve(LOW_TOKENS * 4 * (a.ranks + THREADS / 32) + 16);
 #endif
     p.stages_at = layout.reserve(SHARED_STAGES ? int64_t(depth) * STREAM_STAGE_BYTES<F> * WARPS : 0);
     return layout.bytes;
@@ -177,7 +177,7 @@ int launch_low_rank(const GemvArgs& a, const GemvPlan& made, const DeviceLimits&
     SharedLayout layout;
     plan.moments_at = layout.reserve(Norms<T, false, false>::floats(a.norm) * 4);
     plan.low_at = layout.reserve(LOW_TOKENS * (THREADS / 32) * 4);
-    const int blocks = a.ranks < 2 * limits.sms ? a.ranks : 2 * limits.sms;
+    const int pieces = a.ranks < 128 ? 128 : a.ranks, blocks = pieces < 2 * limits.sms ? pieces : 2 * limits.sms;
     return launch_kernel(
         low_rank_kernel<T>, blocks, THREADS, int(layout.bytes), stream, limits, a.dependent >= 0, a, plan);
 }

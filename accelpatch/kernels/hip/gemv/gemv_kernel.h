@@ -63,7 +63,7 @@ template <class STAGER, class FLOW>
 DEVICE void stage_next(const GemvArgs& a, const GemvPlan& plan, STAGER& stager, FLOW& stream, int k_tile_begin,
     int steps, int begin, bool& begun) {
     const auto wait = [&]() ALWAYS_INLINE {
-        if (!begun) wait_grid_or_signal(a, plan);
+        if (!begun) wait_grid_or_signal(a, plan) ADAPTERS(, begin_low(a, low_here(plan, stager.shared)));
     };
     stager.range(
         k_tile_begin, steps, k_tile_begin - begin, wait, [&]() ALWAYS_INLINE { return begun ? 0 : stream.fill(); });
@@ -95,7 +95,9 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
     const int seat = NARROW ? lane_id() : threadIdx.x & (WK * WARP_SIZE - 1);
     Output<F, T> output(a, plan, adds(0) ? tile_of<F>(plan, 0, wn) : plan.tiles, seat);
     const typename Sums::Place place(a, plan, shared);
-    ADAPTERS(Adapters<T> adapters(a, plan, low_here(plan, shared));)
+    ADAPTERS(Adapters < T, NARROW ? 1 : 4 > adapters(a, plan, low_here(plan, shared));
+        for (int at = tile_of<F>(plan, 0, wn) + wk * plan.tile_hop; at < plan.tiles; at += WK * plan.tile_hop)
+            adapters.prefetch_up(at);)
     const bool fully_staged = plan.staged_k_tiles == plan.k_tiles;
     int there = 0;  // the K tile up to which K is staged; 0: it is to be staged anew
     bool begun = false;
@@ -124,6 +126,18 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
             k_tile = there;
             if (!fully_staged) there = 0;
             if (tile >= plan.tiles) continue;
+#if defined(LOW_RANK)
+            const bool collects = round == 0 && k_tile == plan.k_tiles;
+            const int half = from + max(end - from, 0) / (2 * stream.stride) * stream.stride;
+#pragma unroll 1
+            for (int part = collects ? 0 : 1; part < 2; ++part) {
+                const int at = collects && part ? half : from, until = part ? end : half;
+                if (F::GROUPS && a.scale_is_bf16) sweep<true>(stream, total, place, at, until, begin);
+                else sweep<false>(stream, total, place, at, until, begin);
+                if (part == 0) adapters.collect(wk, WK);
+            }
+            continue;
+#endif
             if (F::GROUPS && a.scale_is_bf16) sweep<true>(stream, total, place, from, end, begin);
             else sweep<false>(stream, total, place, from, end, begin);
         }
@@ -141,7 +155,7 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
             continue;
         }
         group_sync(name, WK * WARP_SIZE);
-        ADAPTERS(output.add_adapters(a, adapters.sums(), seat);)
+        ADAPTERS(output.add_adapters(a, adapters.here, seat);)
         if (output.column >= 0) {
             typename Sums::Value first = 0, second = 0;
             const auto* mine = partial + (seat >> 4) * WK * PARTIAL_STRIDE + (seat & 15);
@@ -180,7 +194,7 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
     }
     if (!begun) grid_wait();  // no tile
     if (plan.signalled_k_tiles && there < plan.k_tiles) reset_signal(a);
-    ADAPTERS(adapters.end();)
+    ADAPTERS(if (!begun) begin_low(a, adapters.here);)
 }
 
 template <class F, class T, bool NARROW, int DEPTH>

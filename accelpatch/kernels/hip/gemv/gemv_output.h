@@ -50,9 +50,8 @@ template <class F, class T> struct Output {
     // From their sums `here`. `seat`: as the constructor's.
     DEVICE void add_adapters(const GemvArgs& a, const float* here, int seat) {
         if (column < 0) return;
-        const bool gate = a.activation == ACT_SILU_GATE;
         adapted[0] = low_rank_sum<T>(a, here, seat >> 4, column);
-        if (gate) adapted[1] = low_rank_sum<T>(a, here, seat >> 4, column + int(a.n / 2));
+        if (a.activation == ACT_SILU_GATE) adapted[1] = low_rank_sum<T>(a, here, seat >> 4, column + int(a.n / 2));
     }
 #endif
     template <bool COMMON, class V>

@@ -1,52 +1,99 @@
 // LoRA inside a product: y[M, N] = epilogue(x w^T + bias + (x down^T) up^T). Sources that define LOW_RANK have it.
 //
-// down[ranks][K] is a few rows: a block multiplies one of them with the activations as soon as it has staged its own,
-// and stores the sums where all blocks of the launch look for them when they have their first tile of y. By then they
-// have long been there, so that no launch is added. low[ranks][8 tokens] has all bits set before and after: the last
-// block to have read it sets them again. Where blocks do not wait for each other, a launch before makes the sums.
+// x down^T is cut into pieces, a part of K of one of down's rows each, of which every block has one or none: it brings
+// its part of `down` into L2 before it waits for x, multiplies it when it has staged its own x, and stores a sum for
+// each token where all blocks of the launch look for them halfway through their first tile, while weights are on the
+// way. Rows of `up` are in L2 by then. So adapters cost a launch neither another one nor a wait of all for one block,
+// and nothing is left to do behind the last output.
+//
+// Sums lie in one of two buffers, which take turns, and of which each launch sets all bits of the one that it does not
+// use: the next launch finds there nothing but what its own blocks store. Where blocks do not wait for each other, a
+// launch before makes the sums, in the first buffer.
 #pragma once
 #include "norm.h"
 
-constexpr int LOW_TOKENS = 8;    // of a rank: 32 bytes
+constexpr int LOW_TOKENS = 8;    // of a piece: 32 bytes
+constexpr int MOST_PIECES = 8;   // of a row
 constexpr int MOST_RANKS = 512;  // their sums lie in shared memory
 constexpr uint32_t NO_LOW = 0xffffffffu;
 
-DEVICE int64_t low_words(const GemvArgs& a) { return int64_t(a.ranks) * LOW_TOKENS; }
-// In shared memory: all sums, and behind them what the threads add up.
+// The parts of K that a row's products are cut into: no function of the device or of a launch's blocks, so that a
+// result's bits are none either. A lane or an aligned run of lanes reads them.
+DEVICE int low_pieces(const GemvArgs& a) {
+    return a.ranks <= 16 ? MOST_PIECES : a.ranks <= 32 ? 4 : a.ranks <= 64 ? 2 : 1;
+}
+DEVICE int64_t buffer_words(const GemvArgs& a) { return int64_t(a.ranks) * MOST_PIECES * LOW_TOKENS; }
+// In shared memory: here[8 tokens][ranks], scratch[8][THREADS / 32], and a word.
 DEVICE float* low_here(const GemvPlan& plan, char* shared) { return reinterpret_cast<float*>(shared + plan.low_at); }
 
-// Lines of the rows that this block will multiply, into L2: they are constant, and so come before the wait.
-DEVICE void prefetch_down(const GemvArgs& a, int block, int blocks) {
-    for (int r = block; r < a.ranks; r += blocks) {
-        const char* row = static_cast<const char*>(a.down) + int64_t(r) * a.k * 2;
-        for (int64_t at = int64_t(threadIdx.x) * 128; at < a.k * 2; at += int64_t(THREADS) * 128)
-            prefetch_line(row + at);
-    }
+DEVICE float* low_scratch(const GemvArgs& a, float* here) { return here + LOW_TOKENS * a.ranks; }
+DEVICE int& low_parity(const GemvArgs& a, float* here) {
+    return reinterpret_cast<int&>(low_scratch(a, here)[LOW_TOKENS * (THREADS / 32)]);
 }
-// The rows `block`, `block` + `blocks` and so on, times all tokens; every thread of the block calls it, and none has
-// anything to do with `scratch`, floats[8][THREADS / 32]. The norms' moments are there.
-template <class T, class NORMS>
-DEVICE void multiply_down(const GemvArgs& a, const NORMS& norms, float* scratch, int block, int blocks) {
+// Behind the wait for the end of the kernel before, by every thread, once: whose turn it is of the two buffers. The
+// number behind them counts the launch's blocks, and in its upper half launches; the last block makes the lower half
+// zero again. No block of another launch counts meanwhile. A barrier follows.
+DEVICE void begin_low(const GemvArgs& a, float* here) {
+    if (!BLOCKS_MEET || threadIdx.x != THREADS - 1) return;
+    auto* number = reinterpret_cast<int32_t*>(a.low + 2 * buffer_words(a));
+    const int before = count_up(number, 1), blocks = int(gridDim.x);
+    if ((before & 0xffff) == blocks - 1) count_up(number, 0x10000 - blocks);
+    low_parity(a, here) = before >> 16 & 1;
+}
+
+// One piece: chunks of 8 values, from `begin` to `end`, of a row.
+struct LowPiece {
+    const char* row;
+    int begin, end;
+    DEVICE LowPiece(const GemvArgs& a, int item)
+        : row(static_cast<const char*>(a.down) + int64_t(item / low_pieces(a)) * a.k * 2) {
+        const int chunks = int((a.k + 7) / 8), each = (chunks + low_pieces(a) - 1) / low_pieces(a);
+        begin = item % low_pieces(a) * each, end = min(begin + each, chunks);
+    }
+    DEVICE void prefetch() const {
+        for (int c = begin + int(threadIdx.x) * 8; c < end; c += THREADS * 8) prefetch_line(row + c * 16);
+    }
+};
+
+// The pieces `block`, `block` + `blocks` and so on, times all tokens; every thread of the block calls it, and none has
+// anything to do with `scratch`. The norms' moments are there. `into`: a buffer. AT_ONCE: tokens whose loads are under
+// way together.
+template <class T, int AT_ONCE, class NORMS>
+DEVICE void multiply_down(const GemvArgs& a, const NORMS& norms, float* into, float* scratch, int block, int blocks) {
     constexpr int BANDS = THREADS / 32;
-    const int k = int(a.k);
+    const int m = int(a.m);
 #pragma unroll 1
-    for (int r = block; r < a.ranks; r += blocks) {
-        const char* row = static_cast<const char*>(a.down) + int64_t(r) * a.k * 2;
+    for (int item = block; item < a.ranks * low_pieces(a); item += blocks) {
+        const LowPiece piece(a, item);
 #pragma unroll 1
-        for (int token = 0; token < int(a.m); ++token) {
-            const float mean = a.norm ? norms.mean(token) : 0.f, scale = a.norm ? norms.scale(token) : 0.f;
-            float sum = 0.f;
-#pragma unroll 2
-            for (int at = threadIdx.x * 8; at < k; at += THREADS * 8) {
-                Words4 x = norms.load(token, at);
-                if (a.norm) x = norms.apply(x, norms.weight(at), at, mean, scale);
-                float v[8], w[8];
-                unpack<T>(x, v), unpack<T>(load_chunk(row, at, k, k % 8 == 0), w);
+        for (int token = 0; token < m; token += AT_ONCE) {
+            float sum[AT_ONCE], mean[AT_ONCE], scale[AT_ONCE];
 #pragma unroll
-                for (int e = 0; e < 8; ++e) sum = fmaf(v[e], w[e], sum);
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const int other = min(token + i, m - 1);
+                sum[i] = 0.f, mean[i] = a.norm ? norms.mean(other) : 0.f, scale[i] = a.norm ? norms.scale(other) : 0.f;
             }
-            sum = run_sum(sum, 32);
-            if (threadIdx.x % 32 == 0) scratch[token * BANDS + threadIdx.x / 32] = sum;
+#pragma unroll 1
+            for (int c = piece.begin + threadIdx.x; c < piece.end; c += THREADS) {
+                Words4 x[AT_ONCE];
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) x[i] = norms.load(min(token + i, m - 1), c * 8);
+                const Words4 times = a.norm ? norms.weight(c * 8) : Words4{0, 0, 0, 0},
+                             down = load_chunk(piece.row, c * 8, int(a.k), a.k % 8 == 0);
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    if (a.norm) x[i] = norms.apply(x[i], times, c * 8, mean[i], scale[i]);
+                    float v[8], w[8];
+                    unpack<T>(x[i], v), unpack<T>(down, w);
+#pragma unroll
+                    for (int e = 0; e < 8; ++e) sum[i] = fmaf(v[e], w[e], sum[i]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const float all = run_sum(sum[i], 32);
+                if (threadIdx.x % 32 == 0 && token + i < m) scratch[(token + i) * BANDS + threadIdx.x / 32] = all;
+            }
         }
         __syncthreads();
         if (threadIdx.x < LOW_TOKENS / 4) {
@@ -55,80 +102,96 @@ DEVICE void multiply_down(const GemvArgs& a, const NORMS& norms, float* scratch,
             for (int i = 0; i < 4; ++i) {
                 const int token = threadIdx.x * 4 + i;
                 float sum = 0.f;
-                for (int band = 0; band < (token < int(a.m) ? BANDS : 0); ++band) sum += scratch[token * BANDS + band];
+                for (int band = 0; band < (token < m ? BANDS : 0); ++band) sum += scratch[token * BANDS + band];
                 words[i] = sum == sum ? float_to_bits(sum) : 0x7fc00000u;  // never NO_LOW
             }
-            store_relaxed16(a.low + r * LOW_TOKENS + threadIdx.x * 4, {words[0], words[1], words[2], words[3]});
+            store_relaxed16(into + item * LOW_TOKENS + threadIdx.x * 4, {words[0], words[1], words[2], words[3]});
         }
         __syncthreads();
     }
 }
-// Brings all sums into shared memory; every lane of a warp calls it. Warps that do so leave the same words.
-DEVICE void collect_low(const GemvArgs& a, float* here) {
-    if constexpr (!BLOCKS_MEET) return;
+// Brings all sums into shared memory, part `part` of `parts` of the work; every lane of a warp calls it.
+DEVICE void collect_low(const GemvArgs& a, const float* from, float* here, int part, int parts) {
+    const int pieces = low_pieces(a), items = a.ranks * pieces, m = int(a.m);
 #pragma unroll 1
-    for (int at = lane_id() * 4; at < int(low_words(a)); at += WARP_SIZE * 4) {
-        Words4 v = load_relaxed16(a.low + at);
-        const auto missing = [&]() ALWAYS_INLINE {
-            return v.x == NO_LOW || v.y == NO_LOW || v.z == NO_LOW || v.w == NO_LOW;
-        };
-        for (int looks = 0; missing(); v = load_relaxed16(a.low + at)) spin(looks);
-        *reinterpret_cast<Words4*>(here + at) = v;
+    for (int base = part * WARP_SIZE; base < items; base += parts * WARP_SIZE) {
+        const int item = base + lane_id(), there = min(item, items - 1);
+#pragma unroll 1
+        for (int token = 0; token < m; token += 4) {
+            const float* at = from + there * LOW_TOKENS + token;
+            Words4 v = load_relaxed16(at);
+            const auto missing = [&]() ALWAYS_INLINE {
+                return v.x == NO_LOW || v.y == NO_LOW || v.z == NO_LOW || v.w == NO_LOW;
+            };
+            for (int looks = 0; BLOCKS_MEET && missing(); v = load_relaxed16(at)) spin(looks);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (token + i >= m) break;
+                const float sum = run_sum(bits_to_float(word_of(v, i)), pieces);
+                if (item < items && item % pieces == 0) here[(token + i) * a.ranks + item / pieces] = sum;
+            }
+        }
     }
-    warp_sync();
+}
+DEVICE const uint16_t* row_of_up(const GemvArgs& a, int n) {
+    return static_cast<const uint16_t*>(a.up) + int64_t(n) * a.rank;
 }
 // What the adapters add to a token's output of row n of w.
 template <class T> DEVICE float low_rank_sum(const GemvArgs& a, const float* here, int token, int n) {
     const int part = (n >= a.second_part) + (n >= a.third_part);
-    const float* low = (BLOCKS_MEET ? here : a.low) + part * a.rank * LOW_TOKENS + token;
-    const uint16_t* up = static_cast<const uint16_t*>(a.up) + int64_t(n) * a.rank;
+    const float* low = here + token * a.ranks + part * a.rank;
+    const uint16_t* up = row_of_up(a, n);
     float sum = 0.f;
 #pragma unroll 2
     for (int r = 0; r < a.rank; r += 8) {
         float w[8];
         unpack<T>(load_activation16(up + r), w);
 #pragma unroll
-        for (int e = 0; e < 8; ++e) sum = fmaf(w[e], low[(r + e) * LOW_TOKENS], sum);
+        for (int e = 0; e < 8; ++e) sum = fmaf(w[e], low[r + e], sum);
     }
     return sum;
 }
-// Behind a barrier after which no thread of the block reads `low`: the last block sets all of its bits.
-DEVICE void reset_low(const GemvArgs& a) {
-    if constexpr (BLOCKS_MEET) {
-        if (threadIdx.x != 0 || !last_call(reinterpret_cast<int32_t*>(a.low + low_words(a)), int(gridDim.x))) return;
-#pragma unroll 1
-        for (int at = 0; at < int(low_words(a)); at += 4) store_relaxed16(a.low + at, {NO_LOW, NO_LOW, NO_LOW, NO_LOW});
-    }
-}
 
 // A block's part in it, as gemv_kernel.h goes along. `here`: in shared memory, see low_here().
-template <class T> struct Adapters {
+template <class T, int AT_ONCE> struct Adapters {
     const GemvArgs& a;
     float* const here;
     const int blocks;  // those with tiles
-    bool multiplied = false, collected = false;
+    bool multiplied = false;
     DEVICE Adapters(const GemvArgs& a, const GemvPlan& plan, float* here)
         : a(a),
           here(here),
           blocks(min(int(gridDim.x), plan.tiles)) {
-        prefetch_down(a, int(blockIdx.x), blocks);
+        if (BLOCKS_MEET && int(blockIdx.x) < a.ranks * low_pieces(a)) LowPiece(a, int(blockIdx.x)).prefetch();
     }
-    // The block's rows of `down`, once; every thread calls it when activations have been staged.
+    DEVICE float* buffer(int number) const { return a.low + number * buffer_words(a); }
+    DEVICE int parity() const { return BLOCKS_MEET ? low_parity(a, here) : 0; }
+    // Lines of `up` of the rows of a tile, into L2; every lane of a warp calls it. Constant: before the wait.
+    DEVICE void prefetch_up(int tile) const {
+        const bool gate = a.activation == ACT_SILU_GATE;
+        const int half = int(a.n / 2), rows = gate ? 8 : 16, limit = gate ? half : int(a.n);
+        for (int at = lane_id() * 64; at < rows * a.rank; at += WARP_SIZE * 64) {
+            const int n = tile * rows + at / a.rank;
+            if (n >= limit) break;
+            prefetch_line(row_of_up(a, tile * rows) + at);
+            if (gate) prefetch_line(row_of_up(a, tile * rows + half) + at);
+        }
+    }
+    // The block's pieces, once; every thread calls it when activations have been staged. It sets all bits of its part
+    // of the other buffer.
     template <class NORMS> DEVICE void multiply(const NORMS& norms) {
-        if (BLOCKS_MEET && !multiplied) multiply_down<T>(a, norms, here + low_words(a), int(blockIdx.x), blocks);
+        if (!BLOCKS_MEET || multiplied) return;
         multiplied = true;
+        multiply_down<T, AT_ONCE>(a, norms, buffer(parity()), low_scratch(a, here), int(blockIdx.x), blocks);
+        float* other = buffer(1 - parity());
+#pragma unroll 1
+        for (int64_t at = (int64_t(blockIdx.x) * THREADS + threadIdx.x) * 4; at < buffer_words(a);
+            at += int64_t(blocks) * THREADS * 4)
+            store_relaxed16(other + at, {NO_LOW, NO_LOW, NO_LOW, NO_LOW});
     }
-    // Every lane of a warp calls it before outputs.
-    DEVICE const float* sums() {
-        if (!collected) collect_low(a, here);
-        collected = true;
-        return here;
-    }
-    // Every thread calls it when it has no output left.
-    DEVICE void end() const {
-        __syncthreads();
-        reset_low(a);
-    }
+    // Every lane of a warp calls it, behind multiply() and before the barrier of the first outputs: part `part` of the
+    // sums into shared memory, of `parts` warps that share a tile.
+    DEVICE void collect(int part, int parts) const { collect_low(a, buffer(parity()), here, part, parts); }
 };
 
 // Where blocks do not wait for each other: the sums, by a launch before. A block has its norms' moments alone.
@@ -150,5 +213,5 @@ template <class T> __global__ void __launch_bounds__(THREADS) low_rank_kernel(co
             __syncthreads();
         }
     }
-    multiply_down<T>(a, norms, low_here(plan, shared), int(blockIdx.x), int(gridDim.x));
+    multiply_down<T, 4>(a, norms, a.low, low_here(plan, shared), int(blockIdx.x), int(gridDim.x));
 }

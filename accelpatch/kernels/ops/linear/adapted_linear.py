@@ -3,7 +3,7 @@
     adapted_linear   y[M, N] = gate(z + bias[N]) + residual[M, N], z = h @ w[N, K]^T + (h @ down[R, K]^T) @ up[N, R]^T,
                      h = norm(x[M, K])                                  LoRA: https://arxiv.org/abs/2106.09685
 
-Few rows: one launch, in which a few blocks make h @ down^T while the others read w (hip/gemv/low_rank.h). Where the
+Few rows: one launch, whose blocks make a piece of h @ down^T each and then read w (hip/gemv/low_rank.h). Where the
 weight's format has no such launch, and for many rows, three products follow each other (`operations`).
 """
 

@@ -80,7 +80,8 @@ class _LowRank(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             made = operation.input_gradient(dy, (None, *held)).view(-1, x.shape[-1])
-            dx = torch.addmm(made, of_low, first).view(x.shape)
+            add = torch.addmm if torch.is_grad_enabled() else Tensor.addmm_  # in place: `made` is nobody else's
+            dx = add(made, of_low, first).view(x.shape)
         of_first = (of_low.t() @ flat).to(down.dtype) if ctx.needs_input_grad[1] else None
         of_second = _scaled(wide.t(), low, scaling).to(up.dtype) if ctx.needs_input_grad[2] else None
         return dx, of_first, of_second, None, None, None

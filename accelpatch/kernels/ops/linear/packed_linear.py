@@ -22,7 +22,6 @@ from accelpatch.kernels.arguments import require, say
 from accelpatch.kernels.codebooks import CODEBOOKS
 from accelpatch.kernels.cpu import linear as cpu_linear
 from accelpatch.kernels.cpu import native_library
-from accelpatch.kernels.cpu.native_library import INT8
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.gguf_blocks import GgufBlocks
 from accelpatch.kernels.layouts.row_major import Int3Rows, Int4Rows, Int8Rows, Plain, RowMajor
@@ -169,12 +168,11 @@ packed_linear.register_fake(lambda x, data, kind, n, *rest: x.new_empty((*x.shap
 
 
 def _rows(pack: Pack) -> gradient.Rows:
-    """The rows of the weight in float32 by the native library; of int8, whose codes unpack faster, and in another dtype
-    of the unpacked codes."""
+    """The rows of the weight: in float32 by the native library, in another dtype of the unpacked codes."""
     held: list[RowMajor] = []
 
     def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        if dtype == torch.float32 and pack.order is None and pack.kind != INT8:
+        if dtype == torch.float32 and pack.order is None:
             return cpu_linear.gather(pack, torch.arange(start, stop))
         if not held:
             held.append(pack.canonical())
