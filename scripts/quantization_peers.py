@@ -1,0 +1,112 @@
+"""Print what other tools' 4-bit weights lose, beside accelpatch's own, on the model and the text of docs/quantization.md.
+
+python scripts/quantization_peers.py [--peers llmcompressor gptqmodel] [--methods gptq awq] [--group 64] [--samples 64]
+
+Each tool needs an environment of its own, with accelpatch's source on PYTHONPATH. It gets the same model with noise
+added, in float32, and the same windows of token ids, and rounds the linear layers but the head to 4 bits in groups with
+a minimum or a zero point. The head is then rounded to int8 as `int4` has it, so that the rows compare with those of
+`scripts/fidelity_table.py --methods`. The weights that it gives are run as floats by plain torch modules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from accelpatch.models import load
+from accelpatch.quant import int8
+from accelpatch.quant.formats import dequantize
+from tests.support.fidelity import english_tokens, first_dividing, logits_of, mean_kl_top1, noised, perplexity
+
+HEAD = (128, 64, 32, None)  # group sizes of the head in `int4`, of which the first that divides K counts
+LINEAR = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group"}
+
+
+def by_llmcompressor(model: Any, tokenizer: Any, windows: Tensor, method: str, group: int) -> nn.Module:
+    """GPTQ takes inputs by the size of their activations and leaves groups in their places, as accelpatch's does."""
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.awq import AWQModifier
+    from llmcompressor.modifiers.gptq import GPTQModifier
+
+    scheme = {"group_0": {"targets": ["Linear"], "weights": LINEAR | {"group_size": group}}}
+    options: dict[str, Any] = {"config_groups": scheme, "ignore": ["lm_head"]}
+    modifier = GPTQModifier(**options, actorder="static") if method == "gptq" else AWQModifier(**options)
+    rows = Dataset.from_dict({"input_ids": windows.tolist(), "attention_mask": torch.ones_like(windows).tolist()})
+    oneshot(
+        model=model, tokenizer=tokenizer, dataset=rows, recipe=modifier, num_calibration_samples=len(windows),
+        max_seq_length=windows.shape[1], shuffle_calibration_samples=False,
+    )  # fmt: skip
+    return model
+
+
+def by_gptqmodel(model: Any, tokenizer: Any, windows: Tensor, method: str, group: int) -> nn.Module:
+    """Its kernels are bypassed: each layer's codes become a float weight again."""
+    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+
+    config = QuantizeConfig(bits=4, group_size=group, sym=False, desc_act=False, quant_method=method)
+    rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in windows]
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(f"{folder}/float")
+        tokenizer.save_pretrained(f"{folder}/float")
+        held = GPTQModel.load(f"{folder}/float", config, device="cpu", dtype=torch.float32)
+        held.quantize(rows, batch_size=1, backend=BACKEND.TORCH)
+        held.save(f"{folder}/out")
+        return nn.Module() if not held else load.load(f"{folder}/out", dtype=torch.float32).model
+
+
+PEERS: dict[str, Callable[[Any, Any, Tensor, str, int], nn.Module]] = {
+    "llmcompressor": by_llmcompressor,
+    "gptqmodel": by_gptqmodel,
+}
+
+
+def with_int8_head(model: Any) -> Any:
+    """The model with the values of an int8 head, which the table of embeddings has too where they are tied."""
+    weight = model.get_output_embeddings().weight
+    rounded = int8.quantize(weight.data, group_size=first_dividing(HEAD, weight.shape[1]))
+    weight.data = dequantize(rounded, weight.dtype)
+    return model
+
+
+def main() -> None:
+    """Load, let each tool round, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", help="A model's name or folder (default: %(default)s).")
+    parser.add_argument("--tokens", type=int, default=2560, help="Tokens of English to read (default: %(default)s).")
+    parser.add_argument("--peers", nargs="+", default=["llmcompressor"], choices=list(PEERS), help="The tools.")
+    parser.add_argument("--methods", nargs="+", default=["gptq"], choices=["gptq", "awq"], help="Methods of each.")
+    parser.add_argument("--group", type=int, default=64, help="Their group size (default: %(default)s).")
+    parser.add_argument("--samples", type=int, default=64, help="Windows they calibrate on (default: %(default)s).")
+    asked = parser.parse_args()
+    loaded = load.load(asked.model, dtype=torch.float32)
+    model = noised(loaded.model, 0)
+    prose = english_tokens(loaded.tokenizer, asked.tokens + 256 * asked.samples)
+    ids, windows = prose[: asked.tokens // 256], prose[asked.tokens // 256 :]
+    reference = logits_of(model, ids)
+    print("| tool | method | mean KL, nats | top-1 agreement | perplexity | time |\n| --- | --- | --- | --- | --- | --- |")
+    for peer in asked.peers:
+        for method in asked.methods:
+            start = time.perf_counter()
+            made = PEERS[peer](copy.deepcopy(model), loaded.tokenizer, windows, method, asked.group)
+            seconds = time.perf_counter() - start
+            logits = logits_of(with_int8_head(made), ids)
+            found = mean_kl_top1(reference, logits)
+            figures = f"{found.kl:.4f} | {found.top1:.1%} | {perplexity(logits, ids):.2f} | {seconds:.0f} s"
+            print(f"| {peer} {version(peer)} | `{method}` | {figures} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
