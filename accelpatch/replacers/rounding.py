@@ -99,7 +99,7 @@ def rounded(
             done += len(batches)
         else:
             observed = _Observed({path: work.entries[path] for path in paths})
-            with watching(model, observed.see):
+            with watching(model, observed.see()):
                 runner.run(block, False, step)
             work.make(paths, observed)
             if kept is not None:
@@ -110,12 +110,19 @@ def rounded(
 
 
 class _Observed:
-    """The second moments of the inputs of a block's linear layers and experts. see: path -> takes the calls there."""
+    """The second moments of the inputs of a block's linear layers and experts.
+
+    Nothing here refers to itself, so that a block's moments are freed with it and not when the garbage is collected.
+    """
 
     def __init__(self, entries: Mapping[str, Entry]):
         self.linear = Hessians()
         self.experts = {path: ExpertHessians(one) for path, one in entries.items() if _of_experts(one)}
-        self.see = {path: partial(self._see, path) for path in entries}
+        self._paths = tuple(entries)
+
+    def see(self) -> dict[str, Callable[[Call], None]]:
+        """path -> takes the calls there."""
+        return {path: partial(self._see, path) for path in self._paths}
 
     def _see(self, path: str, call: Call) -> None:
         if path in self.experts:
