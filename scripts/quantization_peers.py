@@ -1,27 +1,24 @@
-"""Print what other tools' 4-bit weights lose, beside accelpatch's own, on the model and the text of docs/quantization.md.
+"""Print what llm-compressor's 4-bit GPTQ loses on the model and the text of docs/quantization.md.
 
-python scripts/quantization_peers.py [--peers llmcompressor gptqmodel] [--methods gptq awq] [--group 64] [--samples 64]
+python scripts/quantization_peers.py [--group 64] [--samples 64]
 
-Each tool needs an environment of its own, with accelpatch's source on PYTHONPATH. It gets the same model with noise
-added, in float32, and the same windows of token ids, and rounds the linear layers but the head to 4 bits in groups with
-a minimum or a zero point. The head is then rounded to int8 as `int4` has it, so that the rows compare with those of
-`scripts/fidelity_table.py --methods`. The weights that it gives are run as floats by plain torch modules.
+It needs an environment of its own that has llmcompressor, with accelpatch's source on PYTHONPATH. The tool gets the
+same model with noise added, in float32, and the same windows of token ids, and rounds the linear layers but the head to
+4 bits in groups with a zero point. The head is then rounded to int8 as `int4` has it, so that the row compares with
+those of `scripts/fidelity_table.py --methods`. The weights that it gives are run as floats by plain torch modules.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -34,43 +31,19 @@ HEAD = (128, 64, 32, None)  # group sizes of the head in `int4`, of which the fi
 LINEAR = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group"}
 
 
-def by_llmcompressor(model: Any, tokenizer: Any, windows: Tensor, method: str, group: int) -> nn.Module:
-    """GPTQ takes inputs by the size of their activations and leaves groups in their places, as accelpatch's does."""
+def round_by_llmcompressor(model: Any, tokenizer: Any, windows: Tensor, group: int) -> None:
+    """Round a model's weights in place: inputs by the size of their activations, groups in their places."""
     from datasets import Dataset
     from llmcompressor import oneshot
-    from llmcompressor.modifiers.awq import AWQModifier
     from llmcompressor.modifiers.gptq import GPTQModifier
 
     scheme = {"group_0": {"targets": ["Linear"], "weights": LINEAR | {"group_size": group}}}
-    options: dict[str, Any] = {"config_groups": scheme, "ignore": ["lm_head"]}
-    modifier = GPTQModifier(**options, actorder="static") if method == "gptq" else AWQModifier(**options)
+    modifier = GPTQModifier(config_groups=scheme, ignore=["lm_head"], actorder="static")
     rows = Dataset.from_dict({"input_ids": windows.tolist(), "attention_mask": torch.ones_like(windows).tolist()})
     oneshot(
         model=model, tokenizer=tokenizer, dataset=rows, recipe=modifier, num_calibration_samples=len(windows),
         max_seq_length=windows.shape[1], shuffle_calibration_samples=False,
     )  # fmt: skip
-    return model
-
-
-def by_gptqmodel(model: Any, tokenizer: Any, windows: Tensor, method: str, group: int) -> nn.Module:
-    """Its kernels are bypassed: each layer's codes become a float weight again."""
-    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
-
-    config = QuantizeConfig(bits=4, group_size=group, sym=False, desc_act=False, quant_method=method)
-    rows = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in windows]
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(f"{folder}/float")
-        tokenizer.save_pretrained(f"{folder}/float")
-        held = GPTQModel.load(f"{folder}/float", config, device="cpu", dtype=torch.float32)
-        held.quantize(rows, batch_size=1, backend=BACKEND.TORCH)
-        held.save(f"{folder}/out")
-        return nn.Module() if not held else load.load(f"{folder}/out", dtype=torch.float32).model
-
-
-PEERS: dict[str, Callable[[Any, Any, Tensor, str, int], nn.Module]] = {
-    "llmcompressor": by_llmcompressor,
-    "gptqmodel": by_gptqmodel,
-}
 
 
 def with_int8_head(model: Any) -> Any:
@@ -82,12 +55,10 @@ def with_int8_head(model: Any) -> Any:
 
 
 def main() -> None:
-    """Load, let each tool round, measure, print."""
+    """Load, let the tool round, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="A model's name or folder (default: %(default)s).")
     parser.add_argument("--tokens", type=int, default=2560, help="Tokens of English to read (default: %(default)s).")
-    parser.add_argument("--peers", nargs="+", default=["llmcompressor"], choices=list(PEERS), help="The tools.")
-    parser.add_argument("--methods", nargs="+", default=["gptq"], choices=["gptq", "awq"], help="Methods of each.")
     parser.add_argument("--group", type=int, default=64, help="Their group size (default: %(default)s).")
     parser.add_argument("--samples", type=int, default=64, help="Windows they calibrate on (default: %(default)s).")
     asked = parser.parse_args()
@@ -96,16 +67,14 @@ def main() -> None:
     prose = english_tokens(loaded.tokenizer, asked.tokens + 256 * asked.samples)
     ids, windows = prose[: asked.tokens // 256], prose[asked.tokens // 256 :]
     reference = logits_of(model, ids)
-    print("| tool | method | mean KL, nats | top-1 agreement | perplexity | time |\n| --- | --- | --- | --- | --- | --- |")
-    for peer in asked.peers:
-        for method in asked.methods:
-            start = time.perf_counter()
-            made = PEERS[peer](copy.deepcopy(model), loaded.tokenizer, windows, method, asked.group)
-            seconds = time.perf_counter() - start
-            logits = logits_of(with_int8_head(made), ids)
-            found = mean_kl_top1(reference, logits)
-            figures = f"{found.kl:.4f} | {found.top1:.1%} | {perplexity(logits, ids):.2f} | {seconds:.0f} s"
-            print(f"| {peer} {version(peer)} | `{method}` | {figures} |", flush=True)
+    start = time.process_time()
+    round_by_llmcompressor(model, loaded.tokenizer, windows, asked.group)
+    seconds = time.process_time() - start
+    logits = logits_of(with_int8_head(model), ids)
+    found = mean_kl_top1(reference, logits)
+    print("| tool | mean KL, nats | top-1 agreement | perplexity | time |\n| --- | --- | --- | --- | --- |")
+    figures = f"{found.kl:.4f} | {found.top1:.1%} | {perplexity(logits, ids):.2f} | {seconds:.0f} s"
+    print(f"| llmcompressor {version('llmcompressor')} | {figures} |")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from accelpatch.replacers.weight_only import WeightOnly
 NOTHING: Mapping[str, SiteStatistics] = MappingProxyType({})
 UNREACHED = "no calibration token reached it: rounded to the nearest values"
 OF_EXPERTS = "of experts that no calibration token reached: rounded to the nearest values"
+FEW = "calibrated on fewer tokens than channels: more text lets them lose less"
 OUTSIDE = "outside of the layers: rounded to the nearest values"
 
 
@@ -145,6 +146,7 @@ class _Work:
     groups: Sequence[Any]
     found: dict[str, SiteStatistics] = field(default_factory=dict)
     unreached: int = 0  # matrices of experts
+    few: int = 0  # weights of linear layers with fewer tokens than channels
 
     @classmethod
     def of(cls, plan: Plan, given: Mapping[str, SiteStatistics]) -> _Work:
@@ -174,6 +176,7 @@ class _Work:
         left = [path for path in self.entries if self._of(path).rounded is None]
         counts = Counter(UNREACHED if block_of(path) else OUTSIDE for path in left)
         counts[OF_EXPERTS] += self.unreached
+        counts[FEW] += self.few
         return [f"{count} weights: {note}" for note, count in counts.items() if count]
 
     def smooth(self, paths: Sequence[str], hessians: Hessians) -> None:
@@ -197,6 +200,7 @@ class _Work:
         for alike in hessians.shared():
             hessian = hessians.of(alike[0])
             assert hessian is not None
+            self.few += len(alike) if hessians.tokens(alike[0]) < len(hessian) else 0
             for path in alike:
                 stats, entry = self._of(path), self.entries[path]
                 weight = stats.weight(weight_of(entry.site.original))
