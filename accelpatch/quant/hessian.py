@@ -48,6 +48,10 @@ class Hessians:
             groups.setdefault(id(held), []).append(path)
         return list(groups.values())
 
+    def tokens(self, path: str) -> int:
+        """How many tokens reached a site."""
+        return self._of[path].tokens if path in self._of else 0
+
     def of(self, path: str) -> Tensor | None:
         """The mean of x x^T, [K, K] float32; None for a site that no token reached.
 

@@ -36,6 +36,7 @@ from accelpatch.replacers.weight_only import WeightOnly
 NOTHING: Mapping[str, SiteStatistics] = MappingProxyType({})
 UNREACHED = "no calibration token reached it: rounded to the nearest values"
 OF_EXPERTS = "of experts that no calibration token reached: rounded to the nearest values"
+FEW = "calibrated on fewer tokens than channels: more text lets them lose less"
 OUTSIDE = "outside of the layers: rounded to the nearest values"
 
 
@@ -99,7 +100,7 @@ def rounded(
             done += len(batches)
         else:
             observed = _Observed({path: work.entries[path] for path in paths})
-            with watching(model, observed.see):
+            with watching(model, observed.see()):
                 runner.run(block, False, step)
             work.make(paths, observed)
             if kept is not None:
@@ -110,12 +111,19 @@ def rounded(
 
 
 class _Observed:
-    """The second moments of the inputs of a block's linear layers and experts. see: path -> takes the calls there."""
+    """The second moments of the inputs of a block's linear layers and experts.
+
+    Nothing here refers to itself, so that a block's moments are freed with it and not when the garbage is collected.
+    """
 
     def __init__(self, entries: Mapping[str, Entry]):
         self.linear = Hessians()
         self.experts = {path: ExpertHessians(one) for path, one in entries.items() if _of_experts(one)}
-        self.see = {path: partial(self._see, path) for path in entries}
+        self._paths = tuple(entries)
+
+    def see(self) -> dict[str, Callable[[Call], None]]:
+        """path -> takes the calls there."""
+        return {path: partial(self._see, path) for path in self._paths}
 
     def _see(self, path: str, call: Call) -> None:
         if path in self.experts:
@@ -138,6 +146,7 @@ class _Work:
     groups: Sequence[Any]
     found: dict[str, SiteStatistics] = field(default_factory=dict)
     unreached: int = 0  # matrices of experts
+    few: int = 0  # weights of linear layers with fewer tokens than channels
 
     @classmethod
     def of(cls, plan: Plan, given: Mapping[str, SiteStatistics]) -> _Work:
@@ -167,6 +176,7 @@ class _Work:
         left = [path for path in self.entries if self._of(path).rounded is None]
         counts = Counter(UNREACHED if block_of(path) else OUTSIDE for path in left)
         counts[OF_EXPERTS] += self.unreached
+        counts[FEW] += self.few
         return [f"{count} weights: {note}" for note, count in counts.items() if count]
 
     def smooth(self, paths: Sequence[str], hessians: Hessians) -> None:
@@ -190,6 +200,7 @@ class _Work:
         for alike in hessians.shared():
             hessian = hessians.of(alike[0])
             assert hessian is not None
+            self.few += len(alike) if hessians.tokens(alike[0]) < len(hessian) else 0
             for path in alike:
                 stats, entry = self._of(path), self.entries[path]
                 weight = stats.weight(weight_of(entry.site.original))

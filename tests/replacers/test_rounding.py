@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from accelpatch.errors import PatchError, PlanError, RecipeError
 from accelpatch.models.texts import windows
 from accelpatch.modules.quantized_linear import Int4WeightOnlyLinear, Int8WeightOnlyLinear
 from accelpatch.patching.blocks import Blocks
+from accelpatch.quant.hessian import Hessians
 from accelpatch.recipe import methods
 from accelpatch.recipe import recipe as recipes
 from tests.support.simulated import logits
@@ -111,6 +114,31 @@ def test_an_expert_that_no_token_reaches_is_rounded_to_the_nearest() -> None:
     accelpatch.patch(model, recipe("gptq"), verify=False, progress=False)
     due = f"{4 * len(model.model.layers)} weights: of experts that no calibration token reached: rounded to the nearest"
     assert any(note.startswith(due) for note in model.accelpatch.report().notes)
+
+
+def test_moments_of_a_block_are_freed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the garbage is collected: in a large model they are gigabytes a block."""
+    alive, most = WeakSet[Hessians](), list[int]()
+    stock, run = Hessians.see, Blocks.run
+
+    def see(self: Hessians, path: str, x: Tensor) -> None:
+        alive.add(self)
+        stock(self, path, x)
+
+    def counted(self: Blocks, block: str, finish: bool, step: Any) -> None:
+        run(self, block, finish, step)
+        most.append(len(alive))
+
+    monkeypatch.setattr(Hessians, "see", see)
+    monkeypatch.setattr(Blocks, "run", counted)
+    model = correlated()
+    gc.disable()
+    try:
+        accelpatch.patch(model, recipe("gptq"), verify=False, progress=False)
+    finally:
+        gc.enable()
+    assert len(most) == 2 * len(model.model.layers)
+    assert max(most) <= 2  # those of the block before go when the next is observed
 
 
 def test_what_is_read_back_is_the_weight_without_smoothing() -> None:
