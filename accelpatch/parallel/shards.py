@@ -168,7 +168,7 @@ def known_family(model: Any) -> Family:
     causal = any(family_of_class(model, ending) is not None for ending in ("ForCausalLM", "LMHeadModel"))
     if family is None or not causal:
         raise PatchError(
-            f"{name} is no causal language model of the family table, and only those are split among ranks"
+            f"{name} cannot be split among ranks: it is no causal model of the family table, and has no tp_plan"
         )
     if family.unsharded is not None:
         raise PatchError(f"{name} cannot be split among ranks: {family.unsharded}")

@@ -18,6 +18,7 @@ from tests.support.gpu_rank_jobs import CASES, NEW, WAYS
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2
+LIMIT = 540  # seconds of a job: on a fresh machine its kernels are compiled first
 APART = 2e-5  # of logits in float32, relative to the largest
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")]
 
@@ -29,19 +30,24 @@ def ended(job: str, folder: Path) -> tuple[list[int], list[str], float]:
         port = one.getsockname()[1]
     given = {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
     begun = time.monotonic()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.gpu_rank_jobs", job, str(folder)], cwd=ROOT, text=True,
-            env=os.environ | given | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE,
-        )
-        for rank in range(RANKS)
-    ]  # fmt: skip
+    files = [folder / f"{rank}.errors" for rank in range(RANKS)]  # a full pipe would stop the rank that is read last
+    ranks = []
+    for rank, file in enumerate(files):
+        with file.open("w") as errors:
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.support.gpu_rank_jobs", job, str(folder)], cwd=ROOT, stderr=errors,
+                    env=os.environ | given | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                )
+            )  # fmt: skip
     try:
-        errors = [one.communicate(timeout=240)[1] for one in ranks]
+        for process in ranks:
+            process.wait(timeout=LIMIT)
     finally:
-        for one in ranks:
-            one.kill()
-    return [one.returncode for one in ranks], errors, time.monotonic() - begun
+        for process in ranks:
+            process.kill()
+    seconds = time.monotonic() - begun
+    return [process.returncode for process in ranks], [file.read_text() for file in files], seconds
 
 
 @pytest.fixture(scope="module")

@@ -46,3 +46,10 @@ def test_what_a_plan_may_not_have(ended: ranks.Ended, case: str, why: str) -> No
 def test_ranks_that_do_not_divide_it(world: int, why: str) -> None:
     with pytest.raises(Exception, match=f"by its tp_plan: {why}"):
         split(planned("SeedOss"), parse("extends: exact\n"), None, 0, world)
+
+
+def test_without_a_plan() -> None:
+    model = planned("SeedOss")
+    model._tp_plan = {}
+    with pytest.raises(Exception, match="no causal model of the family table, and has no tp_plan"):
+        split(model, parse("extends: exact\n"), None, 0, 2)

@@ -42,7 +42,7 @@ def compared(name: str, recipe: Any) -> dict[str, Any]:
     return {
         "apart": float((found - due).abs().max() / due.abs().max()), "bits": found.cpu().numpy().tobytes(),
         "tokens": tokens[0], "again": tokens[1], "due": tokens[2], "paths": dict(parted.accelpatch.report().paths),
-        "captured": parted.accelpatch.report().paths[CAPTURED], "report": str(parted.accelpatch.report()),
+        "captured": parted.accelpatch.report().paths.get(CAPTURED, 0), "report": str(parted.accelpatch.report()),
     }  # fmt: skip
 
 

@@ -39,7 +39,7 @@ RECIPES: dict[str, Any] = {
     "fp8": "fp8",
 }
 FAMILIES = ("llama", "gemma2", "granite", "phi3", "gpt_neox", "gpt2", "cohere", "opt", "mixtral")
-REFUSED = ("olmo2", "bloom", "falcon", "gptj")
+REFUSED = ("olmo2", "bloom", "falcon")
 FUSED = ("llama", "gemma2", "phi3", "granite", "cohere")
 
 
@@ -103,7 +103,7 @@ def families(rank: int, world: int) -> Any:
 
 
 def every_family(rank: int, world: int) -> Any:
-    return {name: compared(name, "exact") for name in CAUSAL if name not in (*REFUSED, "gpt_bigcode")}
+    return {name: compared(name, "exact") for name in CAUSAL if name not in (*REFUSED, "gptj", "gpt_bigcode")}
 
 
 def recipes(rank: int, world: int) -> Any:
