@@ -32,10 +32,8 @@ class Adapters:
 
     @property
     def reset(self) -> bool:
-        """Whether the words are as a launch must find them: the buffer whose turn is next, and what counts blocks."""
-        *_, number, _, _, _ = self.low[-5:].tolist()
-        following = self.low[:-4].chunk(2)[number >> 16 & 1]
-        return bool((following == -1).all()) and number & 0xFFFF == 0
+        """As `ready`, of the words of these."""
+        return ready(self.low)
 
     def beside(self, dense: Tensor) -> Tensor:
         """The weight w + up down that a product with these adapters has, on the CPU and in float64."""
@@ -45,6 +43,13 @@ class Adapters:
             up, down = self.up[begin:end].cpu(), self.down[part * rank : (part + 1) * rank].cpu()
             more[begin:end] = up.double() @ down.double()
         return dense.double() + more
+
+
+def ready(words: Tensor) -> bool:
+    """Whether words are as a launch must find them: the buffer whose turn is next, and what counts blocks."""
+    number = int(words[-4])
+    following = words[:-4].chunk(2)[number >> 16 & 1]
+    return bool((following == -1).all()) and number & 0xFFFF == 0
 
 
 def adapters(p: Packed, dtype: torch.dtype, rank: int, starts: Sequence[int], device: Any = "cpu") -> Adapters:
