@@ -132,8 +132,7 @@ TABLE: Mapping[str, tuple[Row, ...]] = {
     ),
     "fp8_linear": (
         Row(("hip", "triton", *STORED), rows=(0, 8), note=ONE_PASS),
-        Row(("triton_wgmma", "triton", "hip", *STORED), "wgmma", HALVES, (9, STREAMED), note="not measured: as int8's"),
-        Row(("triton", "hip", *STORED), note="a launch of hip reads the weight anew for each 8 rows"),
+        Row(("triton", "triton_wgmma", "hip", *STORED), note="a launch of hip reads the weight anew for each 8 rows"),
     ),
     "quantize_rows": TRITON,
     "gemm_w8a8": (
