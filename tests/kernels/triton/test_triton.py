@@ -13,6 +13,7 @@ from torch import Tensor
 
 from accelpatch.device import KNOWN, probe
 from accelpatch.kernels import dispatch
+from accelpatch.kernels.choice import STORED
 from accelpatch.kernels.ops.activation.quantize_rows import form_why_not
 from accelpatch.kernels.spec import Case
 from tests.support.interpreted import DEVICE, HERE, INTERPRETED, LOW, _anywhere, here, interpret, needs_triton  # noqa: F401
@@ -105,7 +106,8 @@ def test_a_gpu_gets_triton_and_a_cpu_does_not(monkeypatch: pytest.MonkeyPatch) -
         assert dispatch.choose(op, spec, gpu) in ("hip", "scaled_mm", "triton")
         assert dispatch.why_not(op, "triton", spec, gpu) is None
         plain = "operations" if kernel.composed else "torch"
-        assert dispatch.choose(op, spec, probe("cpu")) == ("int_mm" if op == "gemm_w8a8" else plain)
+        on_cpu = {"gemm_w8a8": ("int_mm",), "fp8_linear": STORED, "block_linear": STORED}.get(op, (plain,))
+        assert dispatch.choose(op, spec, probe("cpu")) in on_cpu
         wide = kernel.spec(*made(case, torch.float64))
         if wide.dtype == torch.float64:  # int8 GEMMs have an output of their own
             assert dispatch.choose(op, wide, gpu) == plain
