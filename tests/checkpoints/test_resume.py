@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import accelpatch
+from accelpatch import api
 from accelpatch.checkpoints.save import beside
 from accelpatch.errors import SaveError
 from accelpatch.quant import int4, int8
@@ -41,7 +42,7 @@ def _interrupt(stage: str, done: int, total: int) -> None:
 
 def _interrupted(floats: Path, out: Path, recipe: str = "int4") -> None:
     with pytest.raises(KeyboardInterrupt):
-        accelpatch.api.quantize(str(floats), recipe, out, progress=_interrupt)
+        api.quantize(str(floats), recipe, out, progress=_interrupt)
     assert not out.exists()
     assert len(list(beside(out).iterdir())) == DONE
 
@@ -49,7 +50,7 @@ def _interrupted(floats: Path, out: Path, recipe: str = "int4") -> None:
 @pytest.fixture
 def whole(floats: Path, tmp_path: Path) -> dict[str, str]:
     """Digests of what comes out of a call that is not interrupted."""
-    accelpatch.api.quantize(str(floats), "int4", tmp_path / "whole")
+    api.quantize(str(floats), "int4", tmp_path / "whole")
     return digests(tmp_path / "whole")
 
 
@@ -58,7 +59,7 @@ def test_it_goes_on(floats: Path, tmp_path: Path, whole: dict[str, str], calls: 
     first = calls.copy()
     calls.clear()
     stages: list[tuple[str, int, int]] = []
-    accelpatch.api.quantize(
+    api.quantize(
         str(floats), "int4", tmp_path / "out", progress=lambda stage, done, total: stages.append((stage, done, total))
     )
     assert digests(tmp_path / "out") == whole
@@ -74,7 +75,7 @@ def test_another_recipe(floats: Path, tmp_path: Path, calls: Counter[str]) -> No
     """The tied table is the same by both."""
     _interrupted(floats, tmp_path / "out", "int8")
     calls.clear()
-    accelpatch.api.quantize(str(floats), "int4", tmp_path / "out")
+    api.quantize(str(floats), "int4", tmp_path / "out")
     assert calls["int4"] == 14
     accelpatch.patch(plain("llama"), "int4").save_pretrained(tmp_path / "due")
     assert weights(tmp_path / "out") == weights(tmp_path / "due")
@@ -88,7 +89,7 @@ def test_other_weights(floats: Path, tmp_path: Path, calls: Counter[str]) -> Non
         for parameter in model.parameters():
             parameter.mul_(0.5)
     model.save_pretrained(floats)
-    accelpatch.api.quantize(str(floats), "int4", tmp_path / "out")
+    api.quantize(str(floats), "int4", tmp_path / "out")
     assert calls.total() == 15
     accelpatch.patch(model, "int4").save_pretrained(tmp_path / "due")
     assert weights(tmp_path / "out") == weights(tmp_path / "due")
@@ -115,7 +116,7 @@ def test_a_stored_weight_that_is_damaged(
     _interrupted(floats, tmp_path / "out")
     calls.clear()
     damage(sorted(beside(tmp_path / "out").iterdir())[0])
-    accelpatch.api.quantize(str(floats), "int4", tmp_path / "out")
+    api.quantize(str(floats), "int4", tmp_path / "out")
     assert calls.total() == 15 - DONE + 1
     assert digests(tmp_path / "out") == whole
 
@@ -129,9 +130,9 @@ def test_a_full_disk(floats: Path, tmp_path: Path, whole: Any, monkeypatch: pyte
     with monkeypatch.context() as patched:
         patched.setattr(resume.os, "replace", full)
         with pytest.raises(SaveError, match="free some space"):
-            accelpatch.api.quantize(str(floats), "int4", tmp_path / "out")
+            api.quantize(str(floats), "int4", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    accelpatch.api.quantize(str(floats), "int4", tmp_path / "out")
+    api.quantize(str(floats), "int4", tmp_path / "out")
     assert digests(tmp_path / "out") == whole
 
 
@@ -147,9 +148,9 @@ def test_what_is_stored_outlives_a_save_that_fails(
     with monkeypatch.context() as patched:
         patched.setattr(save, "write_weights", fails)
         with pytest.raises(KeyboardInterrupt):
-            accelpatch.api.quantize(str(floats), "int4", tmp_path / "out")
+            api.quantize(str(floats), "int4", tmp_path / "out")
     calls.clear()
-    accelpatch.api.quantize(str(floats), "int4", tmp_path / "out")
+    api.quantize(str(floats), "int4", tmp_path / "out")
     assert calls.total() == 0
     assert digests(tmp_path / "out") == whole
     assert not beside(tmp_path / "out").exists()
@@ -163,7 +164,7 @@ def test_an_error_in_the_middle(floats: Path, tmp_path: Path, whole: dict[str, s
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        accelpatch.api.quantize(str(floats), "int4", tmp_path / "out", progress=fails)
+        api.quantize(str(floats), "int4", tmp_path / "out", progress=fails)
     assert not (tmp_path / "out").exists()
-    accelpatch.api.quantize(str(floats), "int4", tmp_path / "out")
+    api.quantize(str(floats), "int4", tmp_path / "out")
     assert digests(tmp_path / "out") == whole
