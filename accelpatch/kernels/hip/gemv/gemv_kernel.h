@@ -45,6 +45,24 @@ DEVICE void sweep(
     }
 }
 
+#if defined(LOW_RANK)
+// The same with adapters. last: of the K tiles of the warp's tile; of its first tile it comes in two halves, between
+// which the warp collects its part of the adapters' sums, while weights are on the way.
+template <class F, int DEPTH, class SUMS, class LOW>
+DEVICE void sweep_halves(const GemvArgs& a, Stream<F, DEPTH>& stream, SUMS& total, const typename SUMS::Place& place,
+    int from, int end, int begin, LOW& adapters, bool last) {
+    const bool collects = last && !adapters.collected();
+    const int half = from + max(end - from, 0) / (2 * stream.stride) * stream.stride;
+#pragma unroll 1
+    for (int part = collects ? 0 : 1; part < 2; ++part) {
+        const int at = collects && part ? half : from, until = part ? end : half;
+        if (F::GROUPS && a.scale_is_bf16) sweep<true>(stream, total, place, at, until, begin);
+        else sweep<false>(stream, total, place, at, until, begin);
+        if (part == 0) adapters.collect();
+    }
+}
+#endif
+
 // Signals the columns of all rounds up to this one, the last that has any to signal. name, threads: of the barrier that
 // the tile's warps share.
 template <bool NARROW> DEVICE void signal_round(const GemvArgs& a, int wk, int name, int threads, int round) {
@@ -85,8 +103,7 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
     using Sums = SumsFor<F, T, NARROW>;
     const int WK = 1 << plan.warps_shift, WN = WARPS >> plan.warps_shift;
     const int warp = threadIdx.x / WARP_SIZE, wk = warp & (WK - 1), wn = warp >> plan.warps_shift;
-    using Flow = Stream<F, DEPTH>;
-    Flow stream(a, plan, wk, tile_of<F>(plan, 0, wn),
+    Stream<F, DEPTH> stream(a, plan, wk, tile_of<F>(plan, 0, wn),
         shared + plan.stages_at + warp * DEPTH * STREAM_STAGE_BYTES<F> + lane_id() * 16);
     constexpr bool COMMON = DEPTH > SHALLOW;
     using Stager = typename Sums::template Stager<COMMON>;
@@ -95,9 +112,7 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
     const int seat = NARROW ? lane_id() : threadIdx.x & (WK * WARP_SIZE - 1);
     Output<F, T> output(a, plan, adds(0) ? tile_of<F>(plan, 0, wn) : plan.tiles, seat);
     const typename Sums::Place place(a, plan, shared);
-    ADAPTERS(Adapters < T, NARROW ? 1 : 4 > adapters(a, plan, low_here(plan, shared));
-        for (int at = tile_of<F>(plan, 0, wn) + wk * plan.tile_hop; at < plan.tiles; at += WK * plan.tile_hop)
-            adapters.prefetch_up(at);)
+    ADAPTERS(Adapters<T, NARROW> adapters(a, plan, low_here(plan, shared), wk, WK, tile_of<F>(plan, 0, wn));)
     const bool fully_staged = plan.staged_k_tiles == plan.k_tiles;
     int there = 0;  // the K tile up to which K is staged; 0: it is to be staged anew
     bool begun = false;
@@ -126,18 +141,8 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
             k_tile = there;
             if (!fully_staged) there = 0;
             if (tile >= plan.tiles) continue;
-#if defined(LOW_RANK)
-            const bool collects = round == 0 && k_tile == plan.k_tiles;
-            const int half = from + max(end - from, 0) / (2 * stream.stride) * stream.stride;
-#pragma unroll 1
-            for (int part = collects ? 0 : 1; part < 2; ++part) {
-                const int at = collects && part ? half : from, until = part ? end : half;
-                if (F::GROUPS && a.scale_is_bf16) sweep<true>(stream, total, place, at, until, begin);
-                else sweep<false>(stream, total, place, at, until, begin);
-                if (part == 0) adapters.collect(wk, WK);
-            }
-            continue;
-#endif
+            ADAPTERS(sweep_halves(a, stream, total, place, from, end, begin, adapters, k_tile == plan.k_tiles);
+                continue;)
             if (F::GROUPS && a.scale_is_bf16) sweep<true>(stream, total, place, from, end, begin);
             else sweep<false>(stream, total, place, from, end, begin);
         }
@@ -192,9 +197,8 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
             signal_round<NARROW>(a, wk, name, WK * WARP_SIZE, round);
         if (!NARROW && plan.partial_buffers == 1) group_sync(name, WK * WARP_SIZE);
     }
-    if (!begun) grid_wait();  // no tile
+    if (!begun) grid_wait() ADAPTERS(, begin_low(a, adapters.here));  // no tile
     if (plan.signalled_k_tiles && there < plan.k_tiles) reset_signal(a);
-    ADAPTERS(if (!begun) begin_low(a, adapters.here);)
 }
 
 template <class F, class T, bool NARROW, int DEPTH>

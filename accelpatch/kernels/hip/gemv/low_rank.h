@@ -152,21 +152,27 @@ template <class T> DEVICE float low_rank_sum(const GemvArgs& a, const float* her
     return sum;
 }
 
-// A block's part in it, as gemv_kernel.h goes along. `here`: in shared memory, see low_here().
-template <class T, int AT_ONCE> struct Adapters {
+// A warp's part in it, as gemv_kernel.h goes along. here: in shared memory, see low_here(). wk: of the `warps` that
+// share a tile. It prefetches what is constant: a piece of `down`, and rows of `up` of the warp's part of the block's
+// tiles.
+template <class T, bool NARROW> struct Adapters {
     const GemvArgs& a;
     float* const here;
-    const int blocks;  // those with tiles
-    bool multiplied = false;
-    DEVICE Adapters(const GemvArgs& a, const GemvPlan& plan, float* here)
+    const int wk, warps, blocks;  // blocks: those with tiles
+    enum { BEGUN, MULTIPLIED, COLLECTED } state = BEGUN;
+    DEVICE Adapters(const GemvArgs& a, const GemvPlan& plan, float* here, int wk, int warps, int first_tile)
         : a(a),
           here(here),
+          wk(wk),
+          warps(warps),
           blocks(min(int(gridDim.x), plan.tiles)) {
         if (BLOCKS_MEET && int(blockIdx.x) < a.ranks * low_pieces(a)) LowPiece(a, int(blockIdx.x)).prefetch();
+        for (int tile = first_tile + wk * plan.tile_hop; tile < plan.tiles; tile += warps * plan.tile_hop)
+            prefetch_up(tile);
     }
     DEVICE float* buffer(int number) const { return a.low + number * buffer_words(a); }
     DEVICE int parity() const { return BLOCKS_MEET ? low_parity(a, here) : 0; }
-    // Lines of `up` of the rows of a tile, into L2; every lane of a warp calls it. Constant: before the wait.
+    // Lines of `up` of the rows of a tile, into L2; every lane of a warp calls it.
     DEVICE void prefetch_up(int tile) const {
         const bool gate = a.activation == ACT_SILU_GATE;
         const int half = int(a.n / 2), rows = gate ? 8 : 16, limit = gate ? half : int(a.n);
@@ -180,18 +186,22 @@ template <class T, int AT_ONCE> struct Adapters {
     // The block's pieces, once; every thread calls it when activations have been staged. It sets all bits of its part
     // of the other buffer.
     template <class NORMS> DEVICE void multiply(const NORMS& norms) {
-        if (!BLOCKS_MEET || multiplied) return;
-        multiplied = true;
-        multiply_down<T, AT_ONCE>(a, norms, buffer(parity()), low_scratch(a, here), int(blockIdx.x), blocks);
+        if (!BLOCKS_MEET || state != BEGUN) return;
+        state = MULTIPLIED;
+        multiply_down<T, NARROW ? 1 : 4>(a, norms, buffer(parity()), low_scratch(a, here), int(blockIdx.x), blocks);
         float* other = buffer(1 - parity());
 #pragma unroll 1
         for (int64_t at = (int64_t(blockIdx.x) * THREADS + threadIdx.x) * 4; at < buffer_words(a);
             at += int64_t(blocks) * THREADS * 4)
             store_relaxed16(other + at, {NO_LOW, NO_LOW, NO_LOW, NO_LOW});
     }
-    // Every lane of a warp calls it, behind multiply() and before the barrier of the first outputs: part `part` of the
-    // sums into shared memory, of `parts` warps that share a tile.
-    DEVICE void collect(int part, int parts) const { collect_low(a, buffer(parity()), here, part, parts); }
+    // Every lane of a warp calls it, behind multiply() and before the barrier of the first outputs: the warp's part of
+    // the sums into shared memory.
+    DEVICE void collect() {
+        collect_low(a, buffer(parity()), here, wk, warps);
+        state = COLLECTED;
+    }
+    DEVICE bool collected() const { return state == COLLECTED; }
 };
 
 // Where blocks do not wait for each other: the sums, by a launch before. A block has its norms' moments alone.
