@@ -135,11 +135,13 @@ def test_a_class_that_is_defined_meanwhile() -> None:
 def test_a_forward_that_others_replaced_meanwhile() -> None:
     """As Liger does; the whole model is met all the same, and their forward runs."""
     model, calls = CAUSAL["llama"].make(), []
-    with pytest.MonkeyPatch.context() as patch, first_use() as said:
-        own = LlamaForCausalLM.forward
-        patch.setattr(LlamaForCausalLM, "forward", lambda *args, **kwargs: calls.append(1) or own(*args, **kwargs))
-        model(IDS)
-        model.generate(IDS, max_new_tokens=2, do_sample=False)  # type: ignore[operator]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "forward", LlamaForCausalLM.forward)  # what the class has again at the end
+        with first_use() as said:
+            own = LlamaForCausalLM.forward
+            patch.setattr(LlamaForCausalLM, "forward", lambda *args, **kwargs: calls.append(1) or own(*args, **kwargs))
+            model(IDS)
+            model.generate(IDS, max_new_tokens=2, do_sample=False)  # type: ignore[operator]
     assert said[0] == ("LlamaForCausalLM", "patched")
     assert len(calls) >= 2
     own_code.refresh()
