@@ -1,12 +1,13 @@
 """The four linear layers of a 7B model's layer by their rows: every format beside torch's own product.
 
     python scripts/bench.py rows [--cases int4 int8 smoothquant fp8] [--rows 1 8 16 32 64 128 256 512 1024]
-        [--device cuda] [--dtype bfloat16] [--implementations] [--plot rows.png]
+        [--device cuda] [--dtype bfloat16] [--implementations] [--peers humming] [--plot rows.png]
 
 The ratio is torch's time over the format's: above 1 the format is faster. Each product is what a patched model of the
 recipe calls, by the implementation that the table of kernels/choice.py takes, and is held to the float rule before it
 is timed. On a GPU the weights are in rotation beyond the L2 cache, and one graph has them all; the last column is the
-mean of the four shapes. --implementations has a line for each implementation that can run.
+mean of the four shapes. --implementations has a line for each implementation that can run. --peers humming has the
+products of Humming (`pip install humming-kernels`), whose kernels nvcc compiles at their first use.
 """
 
 from __future__ import annotations
@@ -41,10 +42,13 @@ FORMATS: dict[str, tuple[float, Callable[[Tensor], Any]]] = {
     "fp8": (8, lambda w: W8A8Rows(*fp8.quantize(w).arguments())),
 }
 CASES = ["int4", "int8", "smoothquant", "fp8"]
+#: format -> Humming's own of the same bits, with symmetric codes
+HUMMING = {"int4": {"dtype": "int4", "group_size": 128}, "int8": {"dtype": "int8"}}
 OPTIONS = (
     *common(device="cuda", dtype="bfloat16"), cases(CASES, "The formats to time.", FORMATS),
     Option("rows", [1, 8, 16, 32, 64, 128, 256, 512, 1024], "The numbers of rows of x."),
     Option("implementations", False, "A line for each implementation that can run, not for the chosen one alone."),
+    Option("peers", [], "Other engines beside int4 and int8, on a GPU.", choices=["humming"]),
     Option("plot", None, "Draw the mean ratio over the rows here.", kind=Path, metavar="FILE"), TINY,
 )  # fmt: skip
 SMALL = (("wide", 256, 128), ("long", 128, 256))  # --tiny
@@ -84,6 +88,21 @@ def check(name: str, x: Tensor, weight: Layout, by: str) -> None:
         raise SystemExit(f"{name} by {by}, {x.shape[0]} rows: {found.reason}; nothing is timed")
 
 
+def humming(name: str, w: Tensor) -> Any:
+    """A float weight as a layer of Humming's, which is called with x."""
+    from humming.layer import HummingLayer
+
+    n, k = w.shape
+    layer = HummingLayer(shape_n=n, shape_k=k, weight_config=HUMMING[name], torch_dtype=w.dtype).to(w.device)
+    layer.load_from_unquantized(w)
+    layer.transform()
+    x = torch.randn(8, k, device=w.device, dtype=w.dtype)
+    due = torch.mm(x, w.t())
+    if (error := float((layer(x) - due).norm() / due.norm())) > (0.15 if name == "int4" else 0.02):
+        raise SystemExit(f"humming's {name} is {error:.1%} from the float product; nothing is timed")
+    return layer
+
+
 def times(asked: argparse.Namespace, n: int, k: int) -> Iterator[tuple[int, str, str, float, float]]:
     """(rows, format, implementation, seconds, torch's seconds) of one shape."""
     device, dtype = device_of(asked), getattr(torch, asked.dtype)
@@ -110,6 +129,10 @@ def times(asked: argparse.Namespace, n: int, k: int) -> Iterator[tuple[int, str,
                 with dispatch.forced(by):
                     check(name, x, weights[0], by)
                     yield rows, name, by, seconds(lambda w, x=x: product(x, w), weights), own[rows]
+    for name in HUMMING if asked.peers else ():
+        layers = made(FORMATS[name][0], lambda w, name=name: humming(name, w))
+        for rows, x in xs.items():
+            yield rows, f"humming {name}", "humming", seconds(lambda layer, x=x: layer(x), layers), own[rows]
 
 
 def plotted(figures: list[dict[str, Any]], file: Path) -> None:
@@ -146,7 +169,8 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
             found.setdefault(line, {})[which] = torchs / taken
             names.setdefault(line, {})[by] = None
     printed, figures = Table("Times torch's own product"), list[dict[str, Any]]()
-    for line, ratios in sorted(found.items(), key=lambda one: (asked.cases.index(one[0][0]), one[0][1])):
+    order = list(dict.fromkeys(name for name, _, _ in found))
+    for line, ratios in sorted(found.items(), key=lambda one: (order.index(one[0][0]), one[0][1])):
         mean, by = statistics.fmean(ratios.values()), ", ".join(names[line])
         named = {f"times, {which}": ratios.get(which) for which, _, _ in shapes}
         printed.add({"format": line[0], "rows": line[1], "by": by, **named, "times, mean": mean})
