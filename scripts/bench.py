@@ -21,6 +21,7 @@ TOPICS = {
     "lookup": "Time prompt lookup beside the same patched model without it.",
     "drafts": "Time drafts of an assistant model beside the same model without them.",
     "encoder_decoder": "Time encoder-decoders, speech and text, patched and not.",
+    "multimodal": "Time the steps of models that see beside those of their language model.",
     "families": "Time every family that is fused, beside Llama.",
     "prompt": "Time the first token of long prompts, with the memory that they take.",
     "recipes": "Time recipes beside each other: prompts, decoding, memory.",
@@ -54,7 +55,7 @@ ON_GPUS = ("gemv", "gemm_search", "tensor_parallel")  # which have no --device
 #: topic -> its module, where that has another name
 MODULES = dict.fromkeys(("prompt", "opt", "families"), "recipes")
 MODULES |= dict.fromkeys(("patch", "start", "checkpoint", "checks", "train"), "preparation")
-MODULES |= dict.fromkeys(("paths", "encoder_decoder", "compiled"), "calls") | {"kv_cache": "attention"}
+MODULES |= dict.fromkeys(("paths", "encoder_decoder", "multimodal", "compiled"), "calls") | {"kv_cache": "attention"}
 MODULES |= dict.fromkeys(("lookup", "drafts"), "speculation")
 
 

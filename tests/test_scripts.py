@@ -196,6 +196,13 @@ def test_small_sizes_of_prompt_lookup_and_of_training(
     assert "bitsandbytes is not installed: left out" in capsys.readouterr().out
 
 
+def test_small_models_that_see(tmp_path: Path) -> None:
+    words = ["--tiny", "--recipes", "int8", "--tokens", "4", "--repeats", "1", "--json", str(tmp_path / "found.json")]
+    assert run("bench.py", "multimodal", *words) == 0
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [(row["model"], row["by"]) for row in rows] == [(n, "native step") for n in ("Llava-1.5-7B", "Gemma-3-4B")]
+
+
 def test_small_checkpoints_by_every_method(tmp_path: Path) -> None:
     assert run("bench.py", "quantize", "--tiny", "--json", str(tmp_path / "found.json")) == 0
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]

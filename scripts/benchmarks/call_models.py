@@ -120,6 +120,19 @@ def seeing(new: int) -> Call:
     )  # fmt: skip
 
 
+def picture(model: Any) -> dict[str, Tensor]:
+    """Ids of words around a picture, the picture, and types where they count; for models with one size of pictures."""
+    config, draw = model.config, torch.Generator().manual_seed(0)
+    size = config.vision_config.image_size
+    count = getattr(config, "image_seq_length", None) or config.mm_tokens_per_image
+    ids = torch.randint(5, 500, (1, 32 + count), generator=draw)
+    ids[0, 16 : 16 + count] = config.image_token_id
+    given = {"ids": ids, "pixel_values": torch.randn(1, 3, size, size, generator=draw).to(model.dtype)}
+    if config.model_type == "gemma3":
+        given["token_type_ids"] = (ids == config.image_token_id).int()
+    return {name: value.to(model.device) for name, value in given.items()}
+
+
 #: models beside the language model -> (shape, calls)
 OTHERS: Mapping[str, tuple[str, dict[str, Call]]] = {
     "bert": ("BERT-base", {f"{b} x {n} ids": forward(b, n) for b, n in ((1, 32), (8, 128))}),

@@ -15,11 +15,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from accelpatch.bench.timing import once
 from scripts.benchmarks import call_models
 from scripts.benchmarks.call_models import NEW, OTHERS, PATHS, SIZES, TEXTS, Call
-from scripts.benchmarks.engines import STOCK, freed, in_turn, patched, plain, random_model, shaped, turns
+from scripts.benchmarks.engines import (
+    ENDLESS,
+    STOCK,
+    by_tokens,
+    freed,
+    in_turn,
+    patched,
+    plain,
+    random_model,
+    shaped,
+    turns,
+)  # fmt: skip
 from scripts.benchmarks.harness import TINY, Option, Table, Topic, cases, common
 
 WARM_UP = 3  # calls
@@ -91,6 +103,28 @@ def encoder_decoder(asked: argparse.Namespace) -> Found:
     return {"rows": rows}
 
 
+def multimodal(asked: argparse.Namespace) -> Found:
+    """A row a model and recipe: steps behind a picture, and those of its language model by itself."""
+    printed = Table(f"generate(), {asked.tokens} tokens behind a picture")
+    for name in asked.cases:
+        whole = shaped(name, asked)
+        given = call_models.picture(whole)
+        ids = given.pop("ids")
+        with torch.device(asked.device):
+            alone = AutoModelForCausalLM.from_config(whole.config.text_config, dtype=whole.dtype).eval()
+        alone.generation_config.update(**ENDLESS)
+        for recipe in asked.recipes:
+            found = [
+                by_tokens(patched(base, recipe, f"{recipe}, {what}").model, ids, asked.tokens, asked.repeats, **options)
+                for what, base, options in ((name, whole, given), ("its language model", alone, {}))
+            ]
+            rates = [one["tok/s"] for one in found]
+            printed.add({"model": name, "recipe": recipe, "tok/s": rates[0], "its language model, tok/s": rates[1],
+                         "ratio": rates[0] / rates[1], "by": found[0]["by"]})  # fmt: skip
+            freed()
+    return {"rows": printed.rows}
+
+
 class Encoder(torch.nn.Module):
     """A model of no library: layers that see every place."""
 
@@ -158,6 +192,14 @@ TOPICS = {
          Option("peers", [], "Other engines beside Whisper on a CPU, in 8 bits.", choices=["ctranslate2"]),
          *MEASURED, TINY),
         encoder_decoder,
+    ),
+    "multimodal": Topic(
+        "Time the steps of models that see, behind a picture, beside those of their language model by itself.\n\n"
+        "Both have random weights and are patched as users patch them, verified. The language model gets as many ids\n"
+        "as the words and the picture are.",
+        (cases(["Llava-1.5-7B", "Gemma-3-4B"], "The models to time."),
+         Option("tokens", 64, "New tokens of a call."), *MEASURED, TINY),
+        multimodal,
     ),
     "compiled": Topic(
         "Time models of no known family, eager and patched, with and without torch.compile (`runtime: compile`).\n\n"

@@ -213,15 +213,15 @@ class Clock:
         """All tokens are there."""
 
 
-def by_tokens(model: Any, ids: Tensor, new: int, repeats: int) -> dict[str, Any]:
+def by_tokens(model: Any, ids: Tensor, new: int, repeats: int, **options: Any) -> dict[str, Any]:
     """Tokens a second of greedy generate(), from the first new token of a call to its last, and how steps ran.
 
-    The median of the calls after the first, which captures, and their spread.
+    The median of the calls after the first, which captures, and their spread. options: those of generate().
     """
     seconds = []
     for _ in range(repeats + 1):
         clock = Clock()
-        plain(model, ids, new, streamer=clock)
+        plain(model, ids, new, streamer=clock, **options)
         seconds.append((clock.times[-1] - clock.times[1]) / (len(clock.times) - 2))
     taken, paths = timing(seconds[1:]), dict[str, int]()
     if handle := getattr(model, "accelpatch", None):
