@@ -2,13 +2,14 @@
 
     python scripts/bench.py serve [--model NAME_OR_FOLDER] [--cases int8 stock ...] [--users 64] [--requests 1000]
         [--stock-requests 1000] [--rounds 4] [--words 16-64] [--new 16-64] [--checked 40] [--alone 5] [--device cpu]
+        [--tokenizer FOLDER]
 
 Cases: a recipe is `accelpatch serve --recipe`; `stock` is `transformers serve`, which answers one request after
 another, and `stock-batching` the same with `--continuous-batching`. All servers are started, each in a process of its
 own, and one at a time gets requests: a part of them in each round, so that what others do on the machine meets all of
 them. Requests are in chat form, as `accelpatch bench serve` sends them. `--stock-requests` gives transformers' slower
-servers the first ones alone. The memory is that of the server's process after a quarter of the requests and at the
-end. CPU time is the figure to read where others use the machine.
+servers the first ones alone. With `--tokenizer` the model is one of shapes.json, such as 7b, with random weights. The
+memory is that of the server's process after a quarter of the requests and at the end. CPU time is the figure to read where others use the machine.
 
 Of a recipe's answers `--checked` ones are compared with generate() of the model patched here: `equal` to it, or equal
 up to a near tie (two logits within 0.001 of each other), or `others`, which must be none. `--alone` requests are then
@@ -34,10 +35,12 @@ from statistics import median
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 import accelpatch
 from accelpatch.serving.load import Answer, Asked, Load, drawn
 from accelpatch.serving.load import run as run_load
+from scripts.benchmarks.engines import shaped
 from scripts.benchmarks.harness import Option, common, device_of, table
 
 CASES = ("int8", "stock", "stock-batching")  # recipes; stock: transformers' own server
@@ -46,6 +49,7 @@ OPTIONS = (
     *common(device="cpu"),
     Option("cases", CASES, "Recipes, and `stock` and `stock-batching` for transformers' own server."),
     Option("model", "smollm2-135m", "A model's name or folder."),
+    Option("tokenizer", "", "A tokenizer's folder: --model is then a shape, such as 7b, with random weights."),
     Option("users", 64, "Users, each of which sends its next request when the last one is answered."),
     Option("requests", 1000, "Requests in all."),
     Option("stock-requests", 0, "Requests of each of transformers' servers, 0 for as many."),
@@ -216,7 +220,7 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
         replace(one, prompt=f"{at}: {one.prompt}") for at, one in enumerate(drawn(asked.requests, words, new, 0))
     ]
     with tempfile.TemporaryDirectory() as made, ExitStack() as alive:
-        folder = asked.model if Path(asked.model).is_dir() else saved(asked.model, made)
+        folder = asked.model if Path(asked.model).is_dir() else saved(asked, made)
         found = {}
         for case in asked.cases:
             some = requests[: asked.stock_requests or None] if case.startswith("stock") else requests
@@ -248,9 +252,15 @@ def checked(
     return row | overhead(server, alone, others)
 
 
-def saved(name: str, folder: str) -> str:
-    """The folder, with the model of this name in it."""
-    loaded = accelpatch.load(name)
-    loaded.model.save_pretrained(folder)
-    loaded.tokenizer.save_pretrained(folder)
+def saved(asked: argparse.Namespace, folder: str) -> str:
+    """The folder, with the model that was asked for in it."""
+    if asked.tokenizer:
+        tokenizer: Any = AutoTokenizer.from_pretrained(asked.tokenizer)
+        how = argparse.Namespace(device=asked.device, dtype="bfloat16", tiny=False)
+        model = shaped(asked.model, how, vocab_size=len(tokenizer))
+    else:
+        loaded = accelpatch.load(asked.model)
+        model, tokenizer = loaded.model, loaded.tokenizer
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
