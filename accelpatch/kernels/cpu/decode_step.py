@@ -6,8 +6,9 @@
                  hidden += after_mlp_norm(down(activation(gate) * up)) of mlp_norm(hidden)
     logits = softcap(head(final_norm(hidden)))
 
-Parts and norms that a family does not have are left out, and a layer may have its norms of the sums (step_weights.py). Everything but the weights is float32. The class keeps the packs, norms and
-cache alive; they remain the caller's to read.
+Parts and norms that a family does not have are left out, and a layer may have its norms of the sums (step_weights.py).
+Everything but the weights is float32. The class keeps the packs, norms and cache alive; they remain the caller's to
+read.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ class LayerWeights:
     multiplied by cross_scale.
     norms: by their names in NORMS; missing names are norms that the layer does not have. activation: of ACTIVATIONS, of
     experts of EXPERT_ACTIVATIONS. scale: of attention's scores. window: slots that attention looks back, 0 for all.
-    rope: index into the step's rotary frequencies, -1 for no rotation. post: whether attention_norm, cross_norm and
-    mlp_norm are of the sum of a part and its input, not of its input. softcap: of the scores, 0 for none. sinks: float32 [heads], each a
-    score without a key. experts: of an MLP of experts, in the place of gate, up and down.
+    rope: index into the step's rotary frequencies, -1 for no rotation. softcap: of the scores, 0 for none. sinks:
+    float32 [heads], each a score without a key. experts: of an MLP of experts, in the place of gate, up and down. post:
+    whether attention_norm, cross_norm and mlp_norm are of the sum of a part and its input, not of its input.
     """
 
     linears: dict[str, Pack]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache
+from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.native_model import NativeModel
@@ -38,10 +39,15 @@ def encodes(model: Any) -> bool:
 
 def as_of_decoder(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by the names that those of a decoder alone have."""
-    cache = given.get(CACHE)
+    cache: Any = given.get(CACHE)
     own = cache.self_attention_cache if type(cache) is EncoderDecoderCache else None
     names = {"input_ids": IDS, "attention_mask": OWN_MASK, "position_ids": POSITIONS}
     return {**{name: given.get(other) for name, other in names.items()}, CACHE: own}
+
+
+def outputs(logits: Tensor, given: Mapping[str, Any]) -> Seq2SeqLMOutput:
+    """The outputs of a call with these arguments."""
+    return Seq2SeqLMOutput(logits=logits, encoder_last_hidden_state=given[OUTPUTS][0], **{CACHE: given[CACHE]})
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +108,7 @@ def _contents_of(cache: Any, model: NativeModel, rows: int) -> CrossContents | s
         return "the encoder's keys and values are not cached in all layers"
     states = [(layer.keys, layer.values) for layer in layers]
     for index, (layer, pair) in enumerate(zip(model.layers, states, strict=True)):
+        assert layer is not None
         wanted = (rows, layer.linears["cross_q"].n // model.shape.head_dim, states[0][0].shape[2], model.shape.head_dim)
         for one in pair:
             if tuple(one.shape) != wanted or one.dtype != torch.float32 or one.device.type != "cpu":

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from accelpatch.errors import KernelError
 from accelpatch.fusion.cache_name import CACHE
@@ -77,8 +76,7 @@ class NativeRuntime(ModelRuntime):
         """Outputs of a model call for one more token by a native step; None where the modules must run."""
         logits = self.logits(model, given)
         if logits is not None and encoder_decoder.encodes(model):
-            hidden = given[encoder_decoder.OUTPUTS][0]
-            return Seq2SeqLMOutput(logits=logits, encoder_last_hidden_state=hidden, **{CACHE: given[CACHE]})
+            return encoder_decoder.outputs(logits, given)
         return None if logits is None else outputs_of(model, logits=logits, **{CACHE: given[CACHE]})
 
     def logits(self, model: nn.Module, arguments: Mapping[str, Any]) -> Tensor | None:
