@@ -81,6 +81,11 @@ class NativeModel:
         ends = (self.embedding, self.head, self.final_norm)
         return DecodeStep(self.shape, self.layers, *ends, keys, values, tokens, encoded)
 
+    def has_position(self, positions: Tensor) -> bool:
+        """Whether there is an embedding of each of positions[B], or the model has none of positions."""
+        table, first = self.shape.positions, 0 if self.padding is None else self.padding + 1
+        return table is None or int(positions.amax()) + first < len(table)
+
     def positions(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The rows of the positions' embedding of tokens[B] at positions[B], int64."""
         if self.padding is None:

@@ -104,17 +104,17 @@ class Sample:
         keys, values = (torch.zeros(rows, weights.kv_heads(size), length + 1, size, **PLAIN) for _ in range(2))
         if length:
             keys[:, :, :-1], values[:, :, :-1] = own.layers[self.place].keys, own.layers[self.place].values
-        mask, tokens = None, cross.keys.shape[2]
+        mask, tokens, device = None, cross.keys.shape[2], cross.keys.device
         if self.shown is not None:
             mask = (1.0 - _shown(self.shown[:, 0, -1], tokens)) * torch.finfo(torch.float32).min
-        ends, text = torch.full((rows,), tokens), torch.arange(rows)
+        ends, text = torch.full((rows,), tokens, device=device), torch.arange(rows, device=device)
         states = (cross.keys.contiguous(), cross.values.contiguous())
         encoded = StepEncoded([states] * 3, text, ends, mask)
         shape = StepShape(hidden, size, (), score_bias=score_bias(self.layer))
         absent = Pack.dense(torch.zeros(1, hidden, **PLAIN), None)
         layers = [None, weights, None]  # so that neither embedding nor head belong to it
         step = DecodeStep(shape, layers, absent, absent, None, [keys] * 3, [values] * 3, 0, encoded)
-        none, slot = torch.zeros(rows, dtype=torch.int64), torch.full((rows,), length, dtype=torch.int64)
+        none, slot = torch.zeros_like(text), torch.full_like(text, length)
         x = self.x[:, 0].clone()
         step.part(none, slot, none, slot, range(1, 2), x)
         return x[:, None]

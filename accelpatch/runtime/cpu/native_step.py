@@ -101,6 +101,8 @@ class NativeRuntime(ModelRuntime):
             self.paths[f"modules: {contents}"] += 1
             return None
         places = self._places(ids, contents.length, arguments, reading.model)
+        if not isinstance(places, str) and not reading.model.has_position(places[2]):
+            places = "a position without an embedding"
         if isinstance(places, str):
             self.paths[f"modules: {places}"] += 1
             return None
@@ -263,10 +265,11 @@ class NativeRun:
             return None
         if model._forward_hooks or model._forward_pre_hooks or reading.watch.objection() or reading.watch.watched():
             return None
-        assert reading.model is not None
-        if not encoder_decoder.has_encoder(store, reading.model, self._given):
+        native, positions = reading.model, self._positions + 1
+        assert native is not None
+        if not native.has_position(positions) or not encoder_decoder.has_encoder(store, native, self._given):
             return None
         self._slots += 1
-        self._positions += 1
+        self._positions = positions
         store.places = (self._slots, self._starts, self._positions)
         return self._runtime.advance(reading, contents, tokens)
