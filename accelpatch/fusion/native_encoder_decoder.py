@@ -46,6 +46,8 @@ def native_encoder_decoder(model: Any) -> NativeModel:
     size = head_size(layers[0])
     if any(head_size(layer) != size for layer in layers) or head.k != hidden:
         raise CannotFuse("its layers differ in the size of their heads, or its head is of another width")
+    if [layer.place for layer in layers] != list(range(len(layers))):
+        raise CannotFuse(f"its layers have the indices {[layer.place for layer in layers]}")
     for place, one in enumerate(weights):
         if one is not None and (reason := one.why_not(hidden, size)):
             raise CannotFuse(f"layer {place}: {reason}")
@@ -67,6 +69,8 @@ def native_layer(layer: Any) -> LayerWeights:
     """The weights of one decoder layer. Raises CannotFuse."""
     if not isinstance(layer, FusedCrossLayer) or not layer.is_fused:
         raise CannotFuse("it runs its modules")
+    if reason := own_code.why_not_in([one for one in layer.modules() if one is not layer]):
+        raise CannotFuse(reason)
     fused, _ = layer.lay_out()
     if fused.activation not in ACTIVATIONS:
         raise CannotFuse(f"the native step has no activation {fused.activation}")

@@ -96,7 +96,8 @@ class NativeRuntime(ModelRuntime):
             self.paths[f"modules: {reason}"] += 1
             return None
         assert reading.model is not None
-        contents = native_contents(cache, ids.shape[0], reading.model, format_of_cache(cache, self.form))
+        form = format_of_cache(cache, self.form) if reading.model.masked is None else FLOAT
+        contents = native_contents(cache, ids.shape[0], reading.model, form)
         if isinstance(contents, str):
             self.paths[f"modules: {contents}"] += 1
             return None
@@ -145,7 +146,7 @@ class NativeRuntime(ModelRuntime):
 
     def takes_format(self, model: nn.Module) -> bool:
         """Whether a call's cache may come to lie in a format that the call asks for."""
-        return self.steps(model)
+        return not encoder_decoder.encodes(model) and self.steps(model)
 
     def steps(self, model: nn.Module) -> bool:
         """Whether the model, as it is now, has native steps."""
