@@ -61,8 +61,7 @@ def test_tokens_of_every_family(name: str) -> None:
         assert steps_of(model) == before + NEW - 1
 
 
-@pytest.mark.parametrize("recipe", ["int8", "smoothquant"])
-@pytest.mark.parametrize("name", ["flan-t5", "bart", "whisper"])
+@pytest.mark.parametrize("name, recipe", [("flan-t5", "int8"), ("bart", "smoothquant"), ("whisper", "int8")])
 def test_quantised_steps_are_as_modules(name: str, recipe: str) -> None:
     model, given = patched(model_of(name), recipe), given_to(name)
     made, due = logits_of(model, given), logits_of(by_modules(model), given)
@@ -72,7 +71,7 @@ def test_quantised_steps_are_as_modules(name: str, recipe: str) -> None:
 
 @pytest.mark.parametrize("path", native_library.isas())
 def test_logits_are_as_modules_on_every_path(path: str) -> None:
-    for name in ("t5", "m2m100", "bart", "whisper"):
+    for name in ("t5", "bart"):
         model = patched(model_of(name))
         if name == "bart":
             model.final_logits_bias.normal_(generator=torch.Generator().manual_seed(4))
@@ -168,12 +167,11 @@ def other_cache(index: int, call: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("change", [hide_more, reorder, write_keys, put_values, other_cache])
 def test_what_a_caller_does_between_steps_is_seen(change: Any) -> None:
-    for name in ("t5", "marian"):
-        model = model_of(name)
-        due = stepped(model, change)
-        made = stepped(patched(model), change)
-        torch.testing.assert_close(made, due, rtol=1e-4, atol=1e-4)
-        assert steps_of(model) == 4
+    model = model_of("t5")
+    due = stepped(model, change)
+    made = stepped(patched(model), change)
+    torch.testing.assert_close(made, due, rtol=1e-4, atol=1e-4)
+    assert steps_of(model) == 4
 
 
 def test_what_generate_returns() -> None:
