@@ -37,12 +37,14 @@ def of_rows(weight: RowMajor, dense: common.Dense) -> Rows:
 
 
 def differentiate(
-    operation: Operation[Tensor], layout: Callable[..., Any], rows: Callable[[Any], Rows], *, trains: bool = False
-) -> None:
+    operation: Operation[Tensor], layout: Callable[..., Any], rows: Callable[[Any], Rows], *, trains: bool = False,
+    product: Callable[[Tensor, Any], Tensor | None] = lambda dy, weight: None,
+) -> None:  # fmt: skip
     """Give a linear operation its gradient.
 
     layout: makes the weight of the operation's arguments between x and the bias. rows: of such a weight. trains:
-    whether the weight is the one tensor between them, and a float that may ask for a gradient too.
+    whether the weight is the one tensor between them, and a float that may ask for a gradient too. product: dy @ w of
+    such a weight in one kernel; None for what it does not take.
     """
     name = f"{operation.custom._qualname}_input_gradient"
     schema = torch.library.infer_schema(operation.function, mutates_args=())
@@ -50,7 +52,8 @@ def differentiate(
 
     def of_input(dy: Tensor, *args: Any) -> Tensor:
         held = layout(*args[: bias - 1])
-        return _input_gradient(dy, rows(held), held.n, held.k)
+        made = product(dy, held)
+        return _input_gradient(dy, rows(held), held.n, held.k) if made is None else made
 
     def fake(dy: Tensor, *args: Any) -> Tensor:
         return dy.new_empty((*dy.shape[:-1], layout(*args[: bias - 1]).k))
