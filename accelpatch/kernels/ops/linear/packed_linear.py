@@ -173,12 +173,12 @@ def _rows(pack: Pack) -> gradient.Rows:
     return gradient.of_rows(weight, DECODERS[type(weight)])
 
 
-def _product(dy: Tensor, pack: Pack) -> Tensor | None:
+def _native_gradient(dy: Tensor, pack: Pack) -> Tensor | None:
     """By the native library, which computes in float32."""
     return cpu_linear.input_gradient(dy, pack) if dy.dtype in NARROW else None
 
 
-gradient.differentiate(packed_linear, Pack, _rows, product=_product)
+gradient.differentiate(packed_linear, Pack, _rows, native=_native_gradient)
 
 
 @operation("packed_embedding")
