@@ -60,7 +60,7 @@ class Blocks:
     def __init__(self, folder: Path, made_of: str):
         self._folder, self._made_of = folder, hashlib.sha256(made_of.encode()).hexdigest()
 
-    def held(self, block: str) -> dict[str, dict[str, Tensor]] | None:
+    def finished(self, block: str) -> dict[str, dict[str, Tensor]] | None:
         """path -> tensors by name, as they were kept; None for a block that is not finished, or was made otherwise."""
         found = _read(self._file(block), self._made_of)
         if found is None:
