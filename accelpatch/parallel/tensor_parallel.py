@@ -52,10 +52,10 @@ class Shards(Placement):
     def lines(self) -> list[str]:
         cutter, (whole, part) = self.cutter, self.parts
         by = "" if self.group is None else f" ({self.group.by})"
-        held = [*self.described, f"rows {spanned(cutter.logits[cutter.rank])} of the vocabulary"]
+        parts = [*self.described, f"rows {spanned(cutter.logits[cutter.rank])} of the vocabulary"]
         return [
             f"tensor parallel: rank {cutter.rank} of {cutter.world}{by} has {human(part)} of {human(whole)}",
-            f"its part of each layer: {', '.join(held)}; all-reduce after attention and after the MLP",
+            f"its part of each layer: {', '.join(parts)}; all-reduce after attention and after the MLP",
         ]
 
     def begin(self, ids: Tensor, config: Any) -> None:
