@@ -18,8 +18,8 @@ def runtime() -> ctypes.CDLL:
     """libamdhip64, by preference torch's own. Raises KernelError where there is none."""
     import torch
 
-    beside = Path(torch.__file__).parent / "lib" / "libamdhip64.so"
-    for name in (str(beside), "libamdhip64.so", "/opt/rocm/lib/libamdhip64.so"):
+    of_torch = Path(torch.__file__).parent / "lib" / "libamdhip64.so"
+    for name in (str(of_torch), "libamdhip64.so", "/opt/rocm/lib/libamdhip64.so"):
         try:
             return ctypes.CDLL(name)
         except OSError:
