@@ -34,10 +34,10 @@ class QuantizedExperts(Experts):
     A Stack of 4-bit codes lies in tiles where the HIP kernels run, or else in words.
 
     layouts: of gate_up_proj and of down_proj. like: an empty tensor with the device and dtype of the replaced weights.
-    bits: 8 or 4. low_rank: name of a weight -> down[E, r, K] and up[E, N, r] of each adapter beside it in this call, in
-    the original's order of rows. The state dict holds the canonical tensors: gate_up_proj_q[E, N, K] int8 or e4m3, or
-    [E, N, K / 2], ..._scale and ..._offset[E, N, G], ..._bias[E, N], in the operation's order of rows; of NVFP4
-    ..._offset[E, N, 1] has the factors of rows.
+    bits: 8 or 4. low_rank: name of a weight -> down[E, r, K] and up[E, N, r] of each adapter that is active in this
+    call, in the original's order of rows. The state dict holds the canonical tensors: gate_up_proj_q[E, N, K] int8 or
+    e4m3, or [E, N, K / 2], ..._scale and ..._offset[E, N, G], ..._bias[E, N], in the operation's order of rows; of
+    NVFP4 ..._offset[E, N, 1] has the factors of rows.
     """
 
     own_buffers: tuple[str, ...] = ("like",)
@@ -83,7 +83,7 @@ class QuantizedExperts(Experts):
             first = gradient.of_stack(up, x.shape[1], interleaved=True)
             linears = first, gradient.of_stack(down, up.n // 2, interleaved=False)
         first, second = (
-            gradient.beside(one, [(a, in_order(self.form, name, b)) for a, b in self.low_rank.get(name, ())])
+            gradient.with_low_rank(one, [(a, in_order(self.form, name, b)) for a, b in self.low_rank.get(name, ())])
             for name, one in zip((UP, DOWN), linears, strict=True)
         )
         expert = gradient.by_linears(first, second, lambda both: gated(both, *self.gate))

@@ -143,7 +143,7 @@ def _add(made: Timed, call: Call, name: str) -> str | None:
 
 def _wrong(call: Call, name: str) -> str | None:
     outputs = parity.as_tuple(dispatch.implementations_of(call.spec.op)[name].run(*call.args))
-    found = parity.compare_all(parity.beside_references(call.spec.op, call.args, outputs))
+    found = parity.compare_all(parity.against_references(call.spec.op, call.args, outputs))
     bad = next((one for one in found if not one.ok), None)
     return None if bad is None else f"its output is wrong: {bad.reason or bad.error}"
 

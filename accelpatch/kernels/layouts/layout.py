@@ -1,7 +1,7 @@
 """What every weight layout offers: one class in a file of this folder, and one row of `ops.linear.by_layout.LINEARS`.
 
-A quantised module holds one layout and nothing beside it. Of its canonical form, a RowMajor, a state dict holds the
-`tensors()`, and `by_layout.laid_out` makes a device's layout. `arguments()` are what the layout's operation takes
+A quantised module has one layout and no other copy of its weight. A state dict has the `tensors()` of the canonical
+form, a RowMajor, and `by_layout.laid_out` makes a device's layout. `arguments()` are what the layout's operation takes
 between x and the bias.
 """
 

@@ -53,13 +53,13 @@ class RowMajor:
         """From the tensors of a state dict by name; data: fields that are no tensors. Raises KernelError for a tensor
         that is missing or that such a weight does not have."""
         known = {one.name: one for one in fields(cls)}
-        held = {("w" if name == "q" else name): one for name, one in parts.items() if one is not None}
-        for name in held.keys() - known.keys():
+        found = {("w" if name == "q" else name): one for name, one in parts.items() if one is not None}
+        for name in found.keys() - known.keys():
             raise KernelError(f"{name} does not belong to this kind of weight: write the checkpoint again")
         for name, one in known.items():
-            if one.default is MISSING and name not in held | data:
+            if one.default is MISSING and name not in found | data:
                 raise KernelError(f"{'q' if name == 'w' else name} is missing")
-        return cls(**held, **data)
+        return cls(**found, **data)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by their names in a state dict."""

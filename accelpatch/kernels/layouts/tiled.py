@@ -83,12 +83,13 @@ class Tiled:
         return self.replace(part="all", **{name: own(table) for name, table in self.tables.items()})
 
     def pair(self: T, up: T | None = None) -> T:
-        """Interleave this gate and `up`, of 16 N rows each, to "both"; without `up`, it holds both in 32 N rows."""
+        """Interleave this gate and `up`, of 16 N rows each, to "both"; without `up`, this has the rows of both, 32
+        N."""
         parts = self.alike([one.alone() for one in (self, up) if one is not None])
 
         def interleaved(tables: list[Tensor]) -> Tensor:
-            held = [self.eights(one).flatten(0, 1) for one in tables]
-            gate, up = held if len(held) == 2 else held[0].chunk(2)
+            halves = [self.eights(one).flatten(0, 1) for one in tables]
+            gate, up = halves if len(halves) == 2 else halves[0].chunk(2)
             return self.of_eights(torch.stack([gate, up], 1))
 
         tables: dict[str, Any] = {name: interleaved([one.tables[name] for one in parts]) for name in parts[0].tables}

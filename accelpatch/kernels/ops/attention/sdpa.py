@@ -51,10 +51,12 @@ def why_not(spec: Spec, device: Device) -> str | None:
         return f"torch's attention has no {'softcap' if options['softcap'] else 'sinks'}"
     if options["bias"] not in (None, torch.bool, spec.dtype):
         return f"torch's attention takes a bias in q's dtype, {spec.dtype}, not in {options['bias']}"
-    held = sizes["B"] * options["bias_heads"] * sizes["L"] * sizes["S"] * spec.dtype.itemsize
+    mask_bytes = sizes["B"] * options["bias_heads"] * sizes["L"] * sizes["S"] * spec.dtype.itemsize
     last = device.kind == "cuda" and not (options["ranges"] or options["bias"] or options["window"])
-    if needs_mask(spec) and not last and held > LARGEST_MASK:
-        return f"torch's attention needs a mask of {held / (1 << 30):.1f} GiB here, more than {LARGEST_MASK >> 30}"
+    if needs_mask(spec) and not last and mask_bytes > LARGEST_MASK:
+        return (
+            f"torch's attention needs a mask of {mask_bytes / (1 << 30):.1f} GiB here, more than {LARGEST_MASK >> 30}"
+        )
     return None
 
 

@@ -49,8 +49,8 @@ def differentiate(
     bias = list(inspect.signature(operation.function).parameters).index("bias")  # its place; a name may follow it
 
     def of_input(dy: Tensor, *args: Any) -> Tensor:
-        held = layout(*args[: bias - 1])
-        return _input_gradient(dy, rows(held), held.n, held.k)
+        weight = layout(*args[: bias - 1])
+        return _input_gradient(dy, rows(weight), weight.n, weight.k)
 
     def fake(dy: Tensor, *args: Any) -> Tensor:
         return dy.new_empty((*dy.shape[:-1], layout(*args[: bias - 1]).k))
