@@ -104,12 +104,12 @@ class FusedLayer:
         if self.parallel:
             same = self.mlp_norm is self.attention_norm and activations_of(self.qkv) == activations_of(self.gate_up)
             normal = normal if same else _input_of(self.gate_up, self.mlp_norm, x, None)[0]
-        x, pending = self._beside(self.after_attention, self.o.large_m(attended), x)
+        x, pending = self._with_residual(self.after_attention, self.o.large_m(attended), x)
         if not self.parallel:
             normal, x = _input_of(self.gate_up, self.mlp_norm, x, pending)
         elif pending is not None:
             x = x + pending
-        return self._beside(self.after_mlp, cast(Any, self.down).large_m(self._inner(normal)), x)
+        return self._with_residual(self.after_mlp, cast(Any, self.down).large_m(self._inner(normal)), x)
 
     def _inner(self, normal: Any) -> Any:
         """What `down` takes of many rows: in 8 bits at once, where it takes them and no product has the gate."""
@@ -123,7 +123,7 @@ class FusedLayer:
         made = gated_rows.function(both, self.activation, weight.input_scale, weight.w.dtype)
         return QuantizedRows(*made, both.dtype)
 
-    def _beside(self, norm: FusedNorm | None, y: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _with_residual(self, norm: FusedNorm | None, y: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
         """(residual, y still to be added); with a norm, (residual + norm(y), None)."""
         y = self._of_all(y)
         if self.multiplier != 1.0:
@@ -143,7 +143,7 @@ class FusedLayer:
 
     @functools.cached_property
     def without_signals(self) -> FusedLayer:
-        """This layer without flags between its kernels, for calls that may run beside other steps."""
+        """This layer without flags between its kernels, for calls that may run concurrently with other steps."""
         parts: Any = {name: without_signals(getattr(self, name)) for name in ("qkv", "o", "gate_up", "down")}
         return replace(self, **parts)
 

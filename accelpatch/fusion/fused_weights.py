@@ -33,7 +33,7 @@ def concatenated_linear(modules: Sequence[Any], dtype: torch.dtype, zeros: bool 
         return FusedLinear(weights[0], modules[0].bias, prefer=_kernel(modules))
     if len({one.format for one in weights}) > 1:
         raise CannotFuse("q, k and v, or gate and up, have weights in different formats")
-    bias = _beside([module.bias for module in modules], [one.n for one in weights] if zeros else ())
+    bias = _concatenated_bias([module.bias for module in modules], [one.n for one in weights] if zeros else ())
     if weights[0].tiled:  # tiles of their own again where they are interleaved, all with tensors of one form
         weights = weights[0].alike([one.alone() for one in weights])
         for module, one in zip(modules, weights, strict=True):
@@ -53,7 +53,7 @@ def gated_linear(modules: Sequence[Any], dtype: torch.dtype, activation: str) ->
     pairs = len({one.format for one in weights}) == 1 and all(one.tiled and one.n % each == 0 for one in weights)
     if activation not in SILU or not pairs:
         return concatenated_linear(modules, dtype)
-    bias, first = _beside([module.bias for module in modules]), weights[0]
+    bias, first = _concatenated_bias([module.bias for module in modules]), weights[0]
     if len(modules) == 1:
         if first.part != "both":
             modules[0].layout = first.pair()
@@ -109,7 +109,7 @@ def _kernel(modules: Sequence[Any]) -> str:
     return str(names.pop())
 
 
-def _beside(biases: Sequence[Tensor | None], rows: Sequence[int] = ()) -> Tensor | None:
+def _concatenated_bias(biases: Sequence[Tensor | None], rows: Sequence[int] = ()) -> Tensor | None:
     """Biases as one. rows: of each, where an absent one is 0."""
     present = [bias for bias in biases if bias is not None]
     if not present:
@@ -123,7 +123,7 @@ def _beside(biases: Sequence[Tensor | None], rows: Sequence[int] = ()) -> Tensor
 
 
 @dataclass(frozen=True)
-class Beside:
+class SeparateLinears:
     """Linear layers of one input whose weights stay apart: each is a call, and the columns are concatenated."""
 
     parts: tuple[FusedLinear, ...]
@@ -145,13 +145,13 @@ class OfTorch:
         return functional.linear(x, self.weight, self.bias)
 
 
-def on_cpu(modules: Sequence[Any], dtype: torch.dtype, zeros: bool = False) -> FusedLinear | OfTorch | Beside:
+def on_cpu(modules: Sequence[Any], dtype: torch.dtype, zeros: bool = False) -> FusedLinear | OfTorch | SeparateLinears:
     """As `concatenated_linear` on a CPU, whose packs would be copied: those stay apart. Raises CannotFuse."""
     if all(getattr(module, "layout", None) is None for module in modules):
         made = concatenated_linear(modules, dtype, zeros)
         return OfTorch(made.weight.w, made.bias) if isinstance(made.weight, Plain) else made
     parts = [_apart(module, dtype) for module in modules]
-    return parts[0] if len(parts) == 1 else Beside(tuple(parts))
+    return parts[0] if len(parts) == 1 else SeparateLinears(tuple(parts))
 
 
 def _apart(module: Any, dtype: torch.dtype) -> FusedLinear:

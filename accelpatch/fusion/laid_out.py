@@ -42,7 +42,7 @@ class LaidOutLayer(Replacement, Generic[Computed]):
         raise NotImplementedError
 
     def parts(self) -> Sequence[Any]:
-        """The linear layers and norms that are read, and parameters beside them."""
+        """The linear layers and norms that are read, and other parameters that are."""
         raise NotImplementedError
 
     def lay_out(self) -> tuple[Computed, _Laid]:
