@@ -1,4 +1,4 @@
-"""A draft model beside one call of generate() over captured steps: its own step, cache and prompt.
+"""The draft model of one call of generate() over captured steps: its own step, cache and prompt.
 
 Its cache holds the tokens of the text up to a place, and draft tokens behind it. How far the text goes is known to the
 device alone while rounds with draft tokens follow each other (graphs/draft_model.py). After plain steps of the target,

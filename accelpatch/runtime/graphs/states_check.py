@@ -32,7 +32,7 @@ class StatesCheck:
     """
 
     def __init__(self, step: CapturedStep, drafts: Drafts, wanted: Sequence[int], graph: GraphOf):
-        self._held = weakref.ref(step)  # which holds this
+        self._step_ref = weakref.ref(step)  # weak, since the step has a reference to this
         self._drafts, self._wanted = drafts, tuple(wanted)
         self.states: list[Tensor] = []
         self.slots = torch.arange(step.capacity, device=step.batch.device)
@@ -40,7 +40,7 @@ class StatesCheck:
 
     @property
     def _step(self) -> CapturedStep:
-        step = self._held()
+        step = self._step_ref()
         assert step is not None
         return step
 
