@@ -36,7 +36,7 @@ from accelpatch.replacers.smoothing import site_statistics
 from accelpatch.replacers.stored import known
 
 OUTPUTS = ("q_proj", "k_proj", "v_proj")  # roles whose outputs may get static scales too
-MOST = 4096  # rows of an iterator that are held
+MOST = 4096  # rows of an iterator that are kept
 OWN_TEXT = "calibrated on {tokens} tokens that the model wrote itself: accelpatch.calibrate(model, data) takes yours"
 NOISE = "calibrated on noise in the shapes of the configuration: accelpatch.calibrate(model, data) takes real inputs"
 

@@ -79,14 +79,14 @@ def own_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def beside(folder: Path) -> Path:
+def unfinished_folder(folder: Path) -> Path:
     """Where the finished weights of an interrupted quantisation into `folder` lie."""
     return folder.resolve().with_name(f".{folder.resolve().name}.quantising")
 
 
 def unfinished(folder: Path) -> int:
-    """How many finished weights lie there."""
-    place = beside(folder)
+    """How many finished weights are in that folder."""
+    place = unfinished_folder(folder)
     return sum(1 for _ in place.glob("*.safetensors")) if place.is_dir() else 0
 
 

@@ -32,9 +32,9 @@ class Plan:
     """Which site is replaced by what, and why the others stay. Making one allocates nothing and changes nothing.
 
     max_length, cache_bytes: length in tokens and bytes of the KV cache at batch 1, in the recipe's format, that `fits`
-    counts beside the weights. groups: what is smoothed together. left: notes about groups that are not. places: notes
-    about the model's parts: where they lie, and what of them generates. who_runs: says what `why` gives of the choices'
-    specs.
+    counts in addition to the weights. groups: what is smoothed together. left: notes about groups that are not. places:
+    notes about the model's parts: where they lie, and what of them generates. who_runs: says what `why` gives of the
+    choices' specs.
     """
 
     model: str
