@@ -1,4 +1,4 @@
-"""Which classes and modules run code that is not their package's, as of the last look."""
+"""Which classes and modules run code that is not their own package's, as found at the last check."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LISTENERS: list[Callable[[], None]] = []
 
 
 class Snapshot:
-    """The code of all modules of a model as it is now, and what other classes reach."""
+    """The code of all modules of a model, and of what `others` reach, when this was made."""
 
     def __init__(self, modules: Iterable[Any], others: Iterable[Reached] = ()):
         self._modules = list(modules)
@@ -64,7 +64,7 @@ def _kind(tensor: Any) -> Any:
 
 
 def reached_by(cls: Any, roots: tuple[str, ...] = FORWARD, *, deep: bool = True) -> Reached:
-    """What a class reaches as it is now."""
+    """The code that a class reaches at present."""
     with _LOCK:
         found = _REACHED.get((cls, roots, deep))
         if found is None or found.changed():

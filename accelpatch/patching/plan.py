@@ -104,7 +104,8 @@ class Plan:
 
     @property
     def longest(self) -> int | None:
-        """The longest context in tokens, at batch 1, whose KV cache fits beside the weights; None without a cache."""
+        """The longest context in tokens, at batch 1, whose KV cache fits in memory with the weights; None without a
+        cache."""
         if not self.cache_bytes or not self.max_length:
             return None
         return max(0, (self.device.memory - self.resident_bytes) // (self.cache_bytes // self.max_length))

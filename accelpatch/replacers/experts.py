@@ -20,7 +20,7 @@ from accelpatch.kernels.ops.experts import gemv as expert_gemv
 from accelpatch.kernels.spec import Spec
 from accelpatch.models.family import ACTIVATION_CLASSES, CLAMPED_GATES
 from accelpatch.modules.experts import DOWN, UP, ExpertsForm, floats, form_of, rows_of
-from accelpatch.modules.quantized_experts import PARTS, Held, checked, quantised
+from accelpatch.modules.quantized_experts import PARTS, WeightTensors, checked, quantised
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant import codebook, fp8, gptq, int4, int8
@@ -180,7 +180,7 @@ class _QuantizedExperts(CalibratedReplacer, KernelReplacer):
 
     @torch.no_grad()
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
-        form, weights = choice.detail["form"], dict[str, Held]()
+        form, weights = choice.detail["form"], dict[str, WeightTensors]()
         made = None if stats is None else stats.rounded
         for name, group in zip((UP, DOWN), choice.detail["groups"], strict=True):
             weight = site.original._parameters[name]

@@ -29,7 +29,8 @@ PROGRAMS = 4  # sets of programs that a draft step keeps: one for each target an
 
 
 class DraftRun:
-    """Draft tokens of one call, by a step over a cache. confident: whether drafting stops at an unlikely token."""
+    """Draft tokens of one call, by a step over a cache. confidence: drafting stops at a token with a lower probability;
+    0: at none."""
 
     def __init__(self, step: DraftStep, drafts: ModelDrafts, sampler: Sampler, confidence: float):
         self.step, self.drafts, self._sampler = step, drafts, sampler

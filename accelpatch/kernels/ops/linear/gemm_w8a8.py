@@ -126,8 +126,8 @@ def spec(
 
 
 def of_shape(m: int, n: int, k: int, dtype: torch.dtype, batch: int = 1, **options: Any) -> Spec:
-    """The Spec of products of this size, for planning. options: d: its dtype; scaled, activation, correction, residual:
-    whether each is given, or which."""
+    """The Spec of products of this size, for planning. options: those of the Spec: "d", its dtype or
+    None; "scaled", "correction" and "residual", whether each is given; "activation", its name."""
     return Spec(OP, {"M": m, "N": n, "K": k, "B": batch}, dtype, options=options)
 
 
