@@ -1,7 +1,7 @@
 """Concatenates the weights of neighbouring linear layers; the layers' own tensors become views of the result.
 
-Names, state dicts and unpatch still work: each layer keeps a tensor of the same shape and values at another address.
-Weights that are contiguous with each other already are used as they are.
+Names, state dicts and unpatch still work: each layer keeps a tensor of the same shape and values, at another address.
+Weights that are contiguous in memory already are not copied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from accelpatch.modules.gemv_linear import rows_of_
 
 
 def concatenated_linear(modules: Sequence[Any], dtype: torch.dtype, zeros: bool = False) -> FusedLinear:
-    """Linear layers of one input as one, their rows concatenated. Raises CannotFuse where they make no one.
+    """Linear layers of one input as one, their rows concatenated. Raises CannotFuse where that is impossible.
 
     zeros: where only some have a bias, that of the others is 0 (Whisper's k_proj has none).
     """
@@ -34,7 +34,7 @@ def concatenated_linear(modules: Sequence[Any], dtype: torch.dtype, zeros: bool 
     if len({one.format for one in weights}) > 1:
         raise CannotFuse("q, k and v, or gate and up, have weights in different formats")
     bias = _concatenated_bias([module.bias for module in modules], [one.n for one in weights] if zeros else ())
-    if weights[0].tiled:  # tiles of their own again where they are interleaved, all with tensors of one form
+    if weights[0].tiled:  # interleaved rows are separated first, and all parts get tensors of one shape
         weights = weights[0].alike([one.alone() for one in weights])
         for module, one in zip(modules, weights, strict=True):
             module.layout = one
@@ -110,7 +110,8 @@ def _kernel(modules: Sequence[Any]) -> str:
 
 
 def _concatenated_bias(biases: Sequence[Tensor | None], rows: Sequence[int] = ()) -> Tensor | None:
-    """Biases as one. rows: of each, where an absent one is 0."""
+    """Concatenate biases. rows: the length of each, where a missing one counts as zeros; (): a missing one is an
+    error."""
     present = [bias for bias in biases if bias is not None]
     if not present:
         return None
@@ -124,7 +125,7 @@ def _concatenated_bias(biases: Sequence[Tensor | None], rows: Sequence[int] = ()
 
 @dataclass(frozen=True)
 class SeparateLinears:
-    """Linear layers of one input whose weights stay apart: each is a call, and the columns are concatenated."""
+    """Linear layers of one input whose weights are not concatenated: each is called, and the columns are."""
 
     parts: tuple[FusedLinear, ...]
 

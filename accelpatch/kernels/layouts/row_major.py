@@ -33,10 +33,10 @@ R = TypeVar("R", bound="RowMajor")
 
 @dataclass(frozen=True, eq=False)
 class RowMajor:
-    """w[N, K]; what the layouts of this file share. They are canonical: what a state dict holds, whatever the device.
+    """w[N, K]; base of the layouts of this file. They are canonical: a state dict has them, whatever the device.
     Each iterates over its `arguments()`.
 
-    order[K] int32: the input of each column, whose groups lie side by side (GPTQ's act-order); None: in order.
+    order[K] int32: the input of each column, where columns are sorted by group (GPTQ's act-order); None: in order.
     """
 
     part: ClassVar[str] = "all"

@@ -1,4 +1,4 @@
-"""What weights in tiles of 16 rows share: rows of gate and up interleaved, concatenated and split by whole tiles.
+"""Base of weights in tiles of 16 rows: interleaving of gate and up, concatenation and splitting by whole tiles.
 
 The rows of gate and up can be interleaved: 8 of each in a tile, as the kernels' gate epilogue needs them. The two
 weights then share the same tensors. part: "all": the rows in their order. "both": the first and second half of the rows
@@ -83,8 +83,7 @@ class Tiled:
         return self.replace(part="all", **{name: own(table) for name, table in self.tables.items()})
 
     def pair(self: T, up: T | None = None) -> T:
-        """Interleave this gate and `up`, of 16 N rows each, to "both"; without `up`, this has the rows of both, 32
-        N."""
+        """Interleave this gate and `up`, of 16 N rows each, to "both". Without `up` this has the 32 N rows of both."""
         parts = self.alike([one.alone() for one in (self, up) if one is not None])
 
         def interleaved(tables: list[Tensor]) -> Tensor:
