@@ -103,8 +103,7 @@ def verified_build(
 ) -> tuple[list[Checked], Plan]:
     """Build every replacement beside its original and verify it; the model is not touched.
 
-    stats: path -> what a site is built with. A site that was built while it was loaded has the error of its weight
-    as its format error, if that is known.
+    stats: path -> what a site is built with. Of a site built while it was loaded the format error is its weight's.
 
     Returns the replacements within their bounds, and the plan with all others marked as kept (or raises VerifyError, as
     the recipe says). Without captured calls nothing is verified.
