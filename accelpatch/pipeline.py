@@ -153,8 +153,6 @@ def fuse(model: nn.Module, request: Request, runtime: Any, captured: Captured, r
         if elsewhere := _unfused_elsewhere(request, fused, every):
             runtime.unfuse(elsewhere)
             fused = runtime.prepare(model)
-        if isinstance(fused, str) and request.planned.device.kind == "cpu" and cross_layers(model):
-            report.notes.append(f"generate(): no native steps: {fused}")
         if every and not isinstance(fused, str) and captured.missing is None:
             errors, failed = check_layers(
                 model, fused, calls, captured, request.planned.recipe.verify.metric,

@@ -52,11 +52,6 @@ class Contents:
         self._order.flush()
         return not (self._detached or self._ahead) and [ref() for ref in self._layers] == storing(cache)
 
-    def flush(self) -> None:
-        """Bring the rows into the order that was asked for."""
-        with self._lock:
-            self._order.flush()
-
     def count(self, place: int) -> int:
         """Number of tokens that a layer has."""
         return self.length + (place < self._ahead)

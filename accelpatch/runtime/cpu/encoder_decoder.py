@@ -81,7 +81,6 @@ def encoder_why_not(store: Store, model: NativeModel, given: Mapping[str, Any], 
     length = states[0][0].shape[2]
     if mask is not None and (mask.dim() != 2 or tuple(mask.shape) != (rows, length) or mask.device.type != "cpu"):
         return f"the encoder's mask is {list(mask.shape)}, and its output {[rows, length]}"
-    contents.flush()
     encoded = _encoded(states, contents.texts, mask)
     store.encoder = Encoder(contents, contents.texts, None if mask is None else mask.clone(), encoded)
     store.step = None  # it is made for these keys and values
