@@ -20,18 +20,7 @@ from transformers import AutoModelForCausalLM
 from accelpatch.bench.timing import once
 from scripts.benchmarks import call_models
 from scripts.benchmarks.call_models import NEW, OTHERS, PATHS, SIZES, TEXTS, Call
-from scripts.benchmarks.engines import (
-    ENDLESS,
-    STOCK,
-    by_tokens,
-    freed,
-    in_turn,
-    patched,
-    plain,
-    random_model,
-    shaped,
-    turns,
-)  # fmt: skip
+from scripts.benchmarks.engines import STOCK, by_tokens, freed, in_turn, patched, plain, random_model, shaped, turns
 from scripts.benchmarks.harness import TINY, Option, Table, Topic, cases, common
 
 WARM_UP = 3  # calls
@@ -112,7 +101,7 @@ def multimodal(asked: argparse.Namespace) -> Found:
         ids = given.pop("ids")
         with torch.device(asked.device):
             alone = AutoModelForCausalLM.from_config(whole.config.text_config, dtype=whole.dtype).eval()
-        alone.generation_config.update(**ENDLESS)
+        alone.generation_config.eos_token_id = None
         for recipe in asked.recipes:
             found = [
                 by_tokens(patched(base, recipe, f"{recipe}, {what}").model, ids, asked.tokens, asked.repeats, **options)

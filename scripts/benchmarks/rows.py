@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def times(asked: argparse.Namespace, n: int, k: int) -> Iterator[tuple[int, str,
                 with dispatch.forced(by):
                     check(name, x, weights[0], by)
                     yield rows, name, by, seconds(lambda w, x=x: product(x, w), weights), own[rows]
-    for name in HUMMING if asked.peers else ():
+    for name in (name for name in asked.cases if asked.peers and name in HUMMING):
         layers = made(FORMATS[name][0], lambda w, name=name: humming(name, w))
         for rows, x in xs.items():
             yield rows, f"humming {name}", "humming", seconds(lambda layer, x=x: layer(x), layers), own[rows]
@@ -158,6 +159,8 @@ def plotted(figures: list[dict[str, Any]], file: Path) -> None:
 
 def run(asked: argparse.Namespace) -> dict[str, Any]:
     """A line for each format and number of rows: the ratio of every shape, and their mean."""
+    if asked.peers and (find_spec("humming") is None or device_of(asked).type != "cuda"):
+        raise SystemExit("--peers humming: it needs a GPU of NVIDIA's and `pip install humming-kernels`")
     torch.manual_seed(0)
     shapes = SMALL if asked.tiny else LAYER
     asked.rows = asked.rows[:2] if asked.tiny else asked.rows

@@ -9,7 +9,8 @@ another, and `stock-batching` the same with `--continuous-batching`. All servers
 own, and one at a time gets requests: a part of them in each round, so that what others do on the machine meets all of
 them. Requests are in chat form, as `accelpatch bench serve` sends them. `--stock-requests` gives transformers' slower
 servers the first ones alone. With `--tokenizer` the model is one of shapes.json, such as 7b, with random weights. The
-memory is that of the server's process after a quarter of the requests and at the end. CPU time is the figure to read where others use the machine.
+memory is that of the server's process after a quarter of the requests and at the end. CPU time is the figure to read
+where others use the machine.
 
 Of a recipe's answers `--checked` ones are compared with generate() of the model patched here: `equal` to it, or equal
 up to a near tie (two logits within 0.001 of each other), or `others`, which must be none. `--alone` requests are then

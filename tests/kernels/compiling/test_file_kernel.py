@@ -275,7 +275,7 @@ def test_a_launch_costs_the_host_little(gpu: FakeDriver, kernel: Any) -> None:
         call()
     finally:
         sys.setprofile(None)
-    assert len(calls) <= 24, calls
+    assert 10 < len(calls) <= 24, calls
 
 
 def test_on_a_machine_with_no_gpu(kernel: Any) -> None:
