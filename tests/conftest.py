@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from accelpatch.kernels import dispatch
 from accelpatch.models import catalog, load
 from accelpatch.progress import quiet
 from tests.support import each_value
@@ -31,6 +33,17 @@ def pytest_collection_finish() -> None:
     """What importing and collecting left behind stays: each later collection looks at the objects of tests alone."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def chosen_anew(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that replaces an implementation leaves none that dispatch remembers, and meets none of earlier tests."""
+    replaces = "monkeypatch" in request.fixturenames
+    if replaces:
+        dispatch.forget()
+    yield  # undone by then is what monkeypatch has set, since this begins before it
+    if replaces:
+        dispatch.forget()
 
 
 @pytest.fixture(scope="session")
