@@ -153,7 +153,7 @@ def fuse(model: nn.Module, request: Request, runtime: Any, captured: Captured, r
         if elsewhere := _unfused_elsewhere(request, fused, every):
             runtime.unfuse(elsewhere)
             fused = runtime.prepare(model)
-        if not isinstance(fused, str) and captured.missing is None:
+        if every and not isinstance(fused, str) and captured.missing is None:
             errors, failed = check_layers(
                 model, fused, calls, captured, request.planned.recipe.verify.metric,
                 lambda done, total: request.watch("verify fused", done, total), request.extent,

@@ -22,6 +22,7 @@ from accelpatch.fusion.native_experts import step_experts
 from accelpatch.fusion.spread import OFFLOADED, is_offloaded
 from accelpatch.kernels.cpu.decode_step import DecodeStep
 from accelpatch.kernels.cpu.native_library import ACTIVATIONS, LINEARS
+from accelpatch.kernels.cpu.step_encoded import StepEncoded
 from accelpatch.kernels.cpu.step_weights import LayerWeights, NormWeight, Sizes, StepShape, why_not_layer
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.pack_adapters import PackAdapters
@@ -41,7 +42,10 @@ class NativeModel:
     """The part of a native step that does not depend on the cache.
 
     layers: None for one that must run as a module. unfused: place of such a layer -> why. cached: what each
-    layer caches. by_axes: whether positions have several axes.
+    layer caches. by_axes: whether positions have several axes. padding: the id of padding tokens, which have the row of
+    this index as their position, and those behind it are of the other tokens (M2M100); None where a token does not
+    change its position. masked: of a decoder that attends to an encoder, whether a mask hides tokens of it; None for
+    one that attends to none.
     """
 
     shape: StepShape
@@ -49,9 +53,11 @@ class NativeModel:
     unfused: Mapping[int, str]
     embedding: Pack
     head: Pack
-    final_norm: NormWeight
+    final_norm: NormWeight | None
     cached: tuple[Cached, ...]
     by_axes: bool = False
+    padding: int | None = None
+    masked: bool | None = None
     paged: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary, init=False)
 
     @property
@@ -68,9 +74,23 @@ class NativeModel:
         """The first layers of this model, with its last norm and head: what an early exit computes."""
         return replace(self, layers=self.layers[:count], cached=self.cached[:count])
 
-    def step(self, keys: Sequence[Tensor], values: Sequence[Tensor], tokens: int = 0) -> DecodeStep:
-        """A step over keys, values, of each layer [B, Hkv, length, D]. tokens: as of DecodeStep."""
-        return DecodeStep(self.shape, self.layers, self.embedding, self.head, self.final_norm, keys, values, tokens)
+    def step(
+        self, keys: Sequence[Tensor], values: Sequence[Tensor], tokens: int = 0, encoded: StepEncoded | None = None
+    ) -> DecodeStep:
+        """A step over keys, values, of each layer [B, Hkv, length, D]. tokens, encoded: as of DecodeStep."""
+        ends = (self.embedding, self.head, self.final_norm)
+        return DecodeStep(self.shape, self.layers, *ends, keys, values, tokens, encoded)
+
+    def has_position(self, positions: Tensor) -> bool:
+        """Whether there is an embedding of each of positions[B], or the model has none of positions."""
+        table, first = self.shape.positions, 0 if self.padding is None else self.padding + 1
+        return table is None or int(positions.amax()) + first < len(table)
+
+    def positions(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The rows of the positions' embedding of tokens[B] at positions[B], int64."""
+        if self.padding is None:
+            return positions
+        return torch.where(tokens == self.padding, self.padding, positions + self.padding + 1)
 
 
 def native_model(model: nn.Module, unfused: Mapping[int, str] = NONE) -> NativeModel:

@@ -2,7 +2,7 @@
 
 Each gets the rows that the original's layer had on the sample inputs. Its modules fill the caches with all tokens but
 the last of each row; that one is a step, once by the fused layer over static caches and once by the modules over a
-copy.
+copy. On a CPU it is one by the native step too, where the layer has a part in one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,18 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from accelpatch.fusion.cache_name import CACHE
+from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.cross_layer import CROSS_MASK, MASK, STATES, FusedCrossLayer
 from accelpatch.fusion.cross_step import STEP, CrossCache, CrossStep
+from accelpatch.fusion.native_encoder_decoder import head_size, native_layer, score_bias
 from accelpatch.fusion.verified import HIDDEN
 from accelpatch.fusion.verified_laid_out import Run
 from accelpatch.kernels.attention_shape import Zeros
+from accelpatch.kernels.cpu.decode_step import DecodeStep
+from accelpatch.kernels.cpu.native_library import MAX_BATCH, PLAIN
+from accelpatch.kernels.cpu.step_encoded import StepEncoded
+from accelpatch.kernels.cpu.step_weights import LayerWeights, StepShape
+from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.models.encoders import part_of
 from accelpatch.modules.replacement import run_original
 from accelpatch.patching.capture import Call, floats
@@ -90,6 +97,28 @@ class Sample:
         setattr(caches, STEP, step)
         return self._step(caches)
 
+    def native(self, weights: LayerWeights) -> Tensor:
+        """The output [B, 1, K] of the layer in a native step."""
+        own, cross = self.caches.self_attention_cache, self.caches.cross_attention_cache.layers[self.place]
+        (rows, _, hidden), length, size = self.x.shape, own.get_seq_length(self.place), head_size(self.layer)
+        keys, values = (torch.zeros(rows, weights.kv_heads(size), length + 1, size, **PLAIN) for _ in range(2))
+        if length:
+            keys[:, :, :-1], values[:, :, :-1] = own.layers[self.place].keys, own.layers[self.place].values
+        mask, tokens, device = None, cross.keys.shape[2], cross.keys.device
+        if self.shown is not None:
+            mask = (1.0 - _shown(self.shown[:, 0, -1], tokens)) * torch.finfo(torch.float32).min
+        ends, text = torch.full((rows,), tokens, device=device), torch.arange(rows, device=device)
+        states = (cross.keys.contiguous(), cross.values.contiguous())
+        encoded = StepEncoded([states] * 3, text, ends, mask)
+        shape = StepShape(hidden, size, (), score_bias=score_bias(self.layer))
+        absent = Pack.dense(torch.zeros(1, hidden, **PLAIN), None)
+        layers = [None, weights, None]  # so that neither embedding nor head belong to it
+        step = DecodeStep(shape, layers, absent, absent, None, [keys] * 3, [values] * 3, 0, encoded)
+        none, slot = torch.zeros_like(text), torch.full_like(text, length)
+        x = self.x[:, 0].clone()
+        step.part(none, slot, none, slot, range(1, 2), x)
+        return x[:, None]
+
     def _step(self, caches: Any) -> Tensor:
         mask = None if self.shown is None else self.shown[:, :, -1:]
         given = {STATES: self.states, CROSS_MASK: mask, MASK: None, CACHE: caches}
@@ -118,7 +147,20 @@ def cross_runs(layer: FusedCrossLayer, calls: Sequence[Call]) -> Iterator[Run]:
     for call in calls:
         sample = Sample(layer, call)
         originals = [one[:, -1:] for one in call.outputs[:1]]
-        yield Run(sample.fused(), sample.by_modules(sample.x), originals, partial(_redrawn, sample))
+        modules, redrawn = sample.by_modules(sample.x), partial(_redrawn, sample)
+        yield Run(sample.fused(), modules, originals, redrawn)
+        if (weights := _native_of(layer)) is not None and len(sample.x) <= MAX_BATCH:
+            yield Run(sample.native(weights), modules, originals, redrawn)
+
+
+def _native_of(layer: FusedCrossLayer) -> LayerWeights | None:
+    """The layer's weights for a native step; None where it has no part in one."""
+    if layer.by_steps:
+        return None
+    try:
+        return native_layer(layer)
+    except CannotFuse:
+        return None
 
 
 def _redrawn(sample: Sample, seed: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Decoder layers of encoder-decoders as data: what each class of transformers computes, by the dotted names of its
-modules.
+modules; and what stands before and behind the layers, for steps that run no module (a CPU's native ones).
 
-To add a class: a row in FORMS, and a family with it in tests/support/encoder_decoders.py.
+To add a class: a row in FORMS, one of its model in ENDS, and a family with it in tests/support/encoder_decoders.py.
 """
 
 from __future__ import annotations
@@ -87,6 +87,51 @@ FORMS: Mapping[str, tuple[CrossForm, ...]] = MappingProxyType(
     | dict.fromkeys(("MBartDecoderLayer", "M2M100DecoderLayer", "PegasusDecoderLayer"), (_BEFORE,))
     | dict.fromkeys(("BlenderbotDecoderLayer", "WhisperDecoderLayer", "Speech2TextDecoderLayer"), (_BEFORE,))
     | dict.fromkeys(("T5Block", "MT5Block"), (_T5, _T5_GATED))
+)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What a model computes around its decoder's layers. Dotted names in the decoder, but for decoder and head.
+
+        x = embedding_norm(scale * embedding[token] + positions[offset + place]);  layers;  head(factor * norm(x))
+
+    scale: of a number. positions: of an embedding, or of its tensor; where `padded`, place 0 is row p + 1 for the id p
+    of padding, whose own row is p. masked: whether tokens of the encoder that a mask hides are hidden. factor: the
+    setting of the configuration by which the width's inverse square root is one. None: there is none.
+    """
+
+    decoder: str = "model.decoder"
+    head: str = "lm_head"
+    layers: str = "layers"
+    embedding: str = "embed_tokens"
+    scale: str | None = "embed_tokens.embed_scale"
+    positions: str | None = "embed_positions.weight"
+    offset: int = 0
+    padded: bool = False
+    embedding_norm: str | None = None
+    norm: str | None = "layer_norm"
+    masked: bool = True
+    factor: str | None = None
+
+
+_BART_ENDS = Ends(offset=2, embedding_norm="layernorm_embedding", norm=None)
+_T5_ENDS = Ends("decoder", layers="block", scale=None, positions=None, norm="final_layer_norm")
+
+#: class of a model in transformers -> what it computes around its decoder's layers
+ENDS: Mapping[str, Ends] = MappingProxyType(
+    {
+        "BartForConditionalGeneration": _BART_ENDS,
+        "PLBartForConditionalGeneration": _BART_ENDS,
+        "MBartForConditionalGeneration": replace(_BART_ENDS, norm="layer_norm"),
+        "MarianMTModel": Ends(scale="embed_scale", norm=None),
+        "PegasusForConditionalGeneration": Ends(scale="embed_scale"),
+        "BlenderbotForConditionalGeneration": Ends(),
+        "M2M100ForConditionalGeneration": Ends(positions="embed_positions.weights", padded=True),
+        "WhisperForConditionalGeneration": Ends(head="proj_out", scale=None, masked=False),
+        "T5ForConditionalGeneration": replace(_T5_ENDS, factor="scale_decoder_outputs"),
+        "MT5ForConditionalGeneration": _T5_ENDS,
+    }
 )
 
 

@@ -8,6 +8,10 @@ from accelpatch.device import Device
 from accelpatch.recipe.recipe import Recipe
 
 CAPTURED = "generate(): an encoder-decoder, whose encoder, first tokens and steps are captured graphs of all this"
+NATIVE = (
+    "generate(): an encoder-decoder, whose steps are native ones where all layers of its decoder are fused and in "
+    "float32, else all of this one by one"
+)
 BY_MODULES = "generate(): an encoder-decoder, which runs these modules one by one"
 
 
@@ -17,7 +21,7 @@ def decoding_note(model: nn.Module, recipe: Recipe, device: Device) -> list[str]
     if not encodes or not getattr(model, "can_generate", bool)():
         return []
     if device.kind == "cpu":
-        return [f"{BY_MODULES}: a CPU has no native step for it"]
+        return [NATIVE]
     if recipe.runtime.graph != "auto" or recipe.runtime.cache != "auto":
         return [f"{BY_MODULES}: the recipe's runtime says so"]
     return [CAPTURED]

@@ -82,6 +82,9 @@ def _of_native(step: DecodeStep, first: int, last: int, rows: int, context: int)
         query = layer.linears["q"].n
         read += cached + sum(pack.nbytes for pack in layer.linears.values())
         flop += rows * (sum(2 * pack.n * pack.k for pack in layer.linears.values()) + 4 * query * seen)
+        if layer.attends_to_encoder and step.encoded is not None:
+            read += sum(one.nbytes for one in step.encoded.states[place])
+            flop += rows * 4 * layer.linears["cross_q"].n * step.encoded.length
         if (experts := layer.experts) is not None:
             read += experts.bytes_of(rows)
             each = sum(2 * n * k for n, k in experts.sizes.values())

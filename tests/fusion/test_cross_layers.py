@@ -1,6 +1,7 @@
 """Fused decoder layers of encoder-decoders: stock generate()'s tokens, and proof that they ran.
 
-On a CPU as they are; and in captured steps, for which the CPU is put into the table of graphs.
+On a CPU as they are, where no native step runs instead (tests/runtime/cpu/test_encoder_decoder.py); and in captured
+steps, for which the CPU is put into the table of graphs.
 """
 
 from __future__ import annotations
@@ -18,15 +19,27 @@ from torch import Tensor, nn
 import accelpatch
 from accelpatch.device import KNOWN
 from accelpatch.fusion import cross_replacer, verified_laid_out
+from accelpatch.fusion.cannot_fuse import CannotFuse
 from accelpatch.fusion.cross_layer import FusedCross
 from accelpatch.fusion.verified_cross import cross_layers
 from accelpatch.models.encoder_decoders import FORMS
+from accelpatch.runtime.cpu import native_step
 from accelpatch.runtime.graphs import capture
 from tests.support.encoder_decoders import FAMILIES, StrictGraph, encoder_decoder, given_to, texts
 
 LAYERS, NEW = 2, 32
 WAYS: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False}, "beams": {"do_sample": False, "num_beams": 3}}
 FUSED = [name for name in FAMILIES if name != "umt5"]  # each of whose layers has a bias of its own
+
+
+@pytest.fixture(autouse=True)
+def without_native_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers run by themselves."""
+
+    def none(model: Any) -> None:
+        raise CannotFuse("this test runs layers")
+
+    monkeypatch.setattr(native_step, "native_encoder_decoder", none)
 
 
 @pytest.fixture

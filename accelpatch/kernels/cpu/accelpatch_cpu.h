@@ -160,11 +160,13 @@ typedef struct {
 } ap_pages;
 int ap_pages_run(const ap_pages* a, int threads);
 
-/* What a normalised vector is multiplied by (Gemma: 1 + w), and its epsilon; NULL: the norm is not there. */
+/* What a normalised vector is multiplied by (Gemma: 1 + w), and its epsilon; NULL: the norm is not there. layer: 1 of a
+ * LayerNorm, which takes the mean off first, and adds `bias` where it is not NULL; 0 of an RMSNorm. */
 typedef struct {
     const float* weight;
+    const float* bias;
     float eps;
-    int32_t reserved;
+    int32_t layer;
 } ap_norm;
 
 /* A decoder layer. The sizes of its MLP and the numbers of its heads are those of its weights: heads = q.n / head_dim,
@@ -172,22 +174,38 @@ typedef struct {
  * Where router.data is not NULL the MLP is one of router.n experts of one size: gate, up and down are the first one's,
  * gate and up of the next lie `expert_bytes` on and its down `down_bytes` on, their biases 2 gate.n and hidden floats.
  * A token takes the `chosen` experts with the largest of the router's logits, and sums them by the softmax of all
- * logits; normalise: divided by what the chosen ones add up to. */
+ * logits; normalise: divided by what the chosen ones add up to.
+ * Where up.data is NULL the MLP is down(activation(gate(x))). Where cross_q.data is not NULL the layer attends, between
+ * the attention to its own tokens and the MLP, to those of an encoder, whose keys and values of as many heads as
+ * cross_q has are given. post: 1 where attention_norm, cross_norm and mlp_norm are of the sum of a part and its input,
+ * 0 where they are of its input. */
 typedef struct {
-    ap_linear q, k, v, o, gate, up, down;
-    ap_norm attention_norm, after_attention_norm, mlp_norm, after_mlp_norm; /* [hidden] */
-    ap_norm q_norm, k_norm;                                                 /* [head_dim] */
+    ap_linear q, k, v, o, gate, up, down, cross_q, cross_o;
+    ap_norm attention_norm, after_attention_norm, mlp_norm, after_mlp_norm, cross_norm; /* [hidden] */
+    ap_norm q_norm, k_norm;                                                             /* [head_dim] */
     void *keys, *values;                      /* the layer's cache [max_batch, kv_heads, length, head_dim] */
     uint16_t *key_scales, *value_scales;      /* bfloat16 [max_batch, kv_heads, length], of formats in 8 bits */
     int64_t window;                           /* 0: attends to everything */
     float attention_scale, attention_softcap; /* softcap: 0 for none */
-    int32_t rope, activation;                 /* rope: index of its rotary frequencies */
+    int32_t rope, activation;                 /* rope: index of its rotary frequencies; -1: nothing is rotated */
     int32_t cache, normalise;                 /* cache: the format of keys and values */
     const float* sinks;                       /* [heads], as of ap_attention */
     ap_linear router;                         /* AP_DENSE */
     int64_t expert_bytes, down_bytes, chosen;
-    float alpha, limit; /* of AP_CLAMPED */
+    float alpha, limit;                     /* of AP_CLAMPED */
+    const float *cross_keys, *cross_values; /* [texts, heads, encoder's length, head_dim] */
+    float cross_scale;
+    int32_t post;
 } ap_layer;
+
+/* What an encoder gave. length: tokens of each of its `texts`; 0: there is none. text[max_batch]: the text of each row;
+ * ends[texts]: how many of its tokens are attended to, at least one; mask[texts, length]: added to the scores, or NULL.
+ */
+typedef struct {
+    int64_t texts, length;
+    const int64_t *text, *ends;
+    const float* mask;
+} ap_encoded;
 
 /* The vocabularies of the embedding and of the head are each its own weight's n. */
 typedef struct {
@@ -201,6 +219,12 @@ typedef struct {
     int64_t one_sequence;                  /* 1: the tokens of a step are of one sequence, and the cache has one row */
     int64_t
         pages; /* 0, or the caches of all layers are AP_CACHE_PAGES with room for so many tokens; length: of a row */
+    int64_t position_rows;  /* of positions[position_rows, hidden]: added to the embedding of a token at its position */
+    const float* positions; /* or NULL */
+    ap_norm embedding_norm; /* of that sum */
+    int64_t biased_heads;   /* of score_bias[biased_heads, length]: added to the scores of the tokens' own attention, */
+    const float* score_bias; /* the last of each head to that of the token itself, those before by distance; or NULL */
+    ap_encoded encoded;
 } ap_model;
 
 /* A layer whose q.data is NULL is absent: no step may run it.

@@ -76,15 +76,18 @@ inline void weighted_sum(const float* weight, const float* values, int64_t d, in
 // divided).
 AP_INLINE int64_t run_floats(int64_t d) { return round_up(d + 2, 16); }
 
-// q: `group` heads of d. partial: the run's place for the first head; further heads `stride` floats on.
+// q: `group` heads of d. partial: the run's place for the first head; further heads `stride` floats on. bias: added to
+// the first head's scores, that of further heads `bias_stride` floats on; NULL for none.
 inline void attend_run(const float* q, int64_t group, const float* keys, const float* values, int64_t d, int64_t count,
-    float scale, float cap, float* partial, int64_t stride) {
+    float scale, float cap, float* partial, int64_t stride, const float* bias = nullptr, int64_t bias_stride = 0) {
     for (int64_t h = 0; h < group; h++, partial += stride) {
         float score[kRun];
         scores(q + h * d, keys, d, count, scale, score);
         float most = -INFINITY;
         if (cap > 0)
             for (int64_t i = 0; i < count; i++) score[i] = softcap(score[i], cap);
+        if (bias)
+            for (int64_t i = 0; i < count; i++) score[i] += bias[h * bias_stride + i];
         for (int64_t i = 0; i < count; i++) most = score[i] > most ? score[i] : most;
         for (int64_t i = count; i < kRun; i++) score[i] = -INFINITY;
         partial[0] = most;

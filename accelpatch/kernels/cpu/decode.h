@@ -3,6 +3,7 @@
 // blocks of rows of the products.
 #pragma once
 #include "cache_rows.h"
+#include "cross.h"
 #include "experts.h"
 #include "stage.h"
 
@@ -16,7 +17,9 @@ inline void embed(const Worker& t) {
         gather_row(w, t.call->tokens[m], row);
         if (t.model->embedding_scale != 1.0f)
             for (int64_t k = 0; k < hidden; k++) row[k] *= t.model->embedding_scale;
+        if (t.model->positions) add_row_(row, t.model->positions + t.call->positions[m] * hidden, hidden);
     }
+    if (t.model->embedding_norm.weight) norm_rows(t, t.model->embedding_norm, t.own->hidden);
 }
 
 // One thread's work, done before the first wait; read from the second stage on.
@@ -38,7 +41,7 @@ inline void rotary_angles(const Worker& t) {
 inline void norm_and_rotate_(const Worker& t, const ap_layer& layer, float* head, const ap_norm& norm, int64_t m) {
     const int64_t d = t.model->head_dim, at = (layer.rope * t.model->max_batch + m) * (d / 2);
     if (norm.weight) rmsnorm_row(head, norm.weight, norm.eps, d, head);
-    rotate_(head, t.step->cos + at, t.step->sin + at, d);
+    if (layer.rope >= 0) rotate_(head, t.step->cos + at, t.step->sin + at, d);
 }
 
 inline int64_t qkv_width(const ap_layer& layer) { return layer.q.n + 2 * layer.k.n; }
@@ -98,9 +101,11 @@ inline void attend(const Worker& t, const ap_layer& layer, int64_t m, int64_t he
     const int64_t at = first + run * kRun, count = slot - at + 1 < kRun ? slot - at + 1 : kRun;
     const int64_t stride = t.step->longest_runs * run_floats(d);
     float* partial = t.step->partial + (m * heads + head * group) * stride + run * run_floats(d);
+    const float* bias = model.score_bias;
+    if (bias) bias += (head * group + 1) * model.length - 1 - slot + at;
     attend_run(t.own->query, group, floats_of(keys, at, count, d, t.own->keys),
         floats_of(values, at, count, d, t.own->values), d, count, layer.attention_scale, layer.attention_softcap,
-        partial, stride);
+        partial, stride, bias, model.length);
 }
 
 inline void attention_stage(const Worker& t, const ap_layer& layer) {
@@ -137,6 +142,28 @@ inline void join_attention(const Worker& t, const ap_layer& layer) {
     }
 }
 
+// The MLP's first linear layer and its activation, where it has no gate.
+inline void activated_up(const Worker& t, const ap_layer& layer) {
+    const Weight up = weight_of(layer.gate);
+    const int64_t width = layer.gate.n, hidden = t.model->hidden;
+    const ap_linear* one[] = {&layer.gate};
+    const LowRank low = low_rank_of(t);
+    low_rank_stage(t.pool, t.self, one, 1, t.own->input, hidden, t.batch, low);
+    const Activations a = ready(t, t.own->ready, t.own->input, hidden, hidden, up.w);
+    WorkCursor work = {up.l.blocks};
+    for (int64_t b; (b = pool_next(t.pool, t.self, &work)) >= 0;) {
+        float tile[kMaxBatch][16];
+        dot_block(up, b, a, 0, t.batch, tile);
+        add_low_rank(up.w, b, low.sums, low.width, t.batch, tile);
+        store_block(up, b, t.batch, tile, t.step->gated, width);
+        for (int64_t m = 0; m < t.batch; m++) {
+            float* y = t.step->gated + m * width + b * kBlockRows;
+            activated_row(y, layer.activation, rows_in(up, b), y);
+        }
+    }
+    pool_wait(t.pool, t.self);
+}
+
 inline void gate_and_up(const Worker& t, const ap_layer& layer) {
     const Weight gate = weight_of(layer.gate), up = weight_of(layer.up);
     const int64_t width = layer.gate.n, hidden = t.model->hidden;
@@ -171,19 +198,21 @@ inline void layer_stages(const Worker& t, const ap_layer& layer) {
     float* qkv = t.step->qkv;
     const ap_linear* three[] = {&layer.q, &layer.k, &layer.v};
     float* const outputs[] = {qkv, qkv + query, qkv + query + layer.k.n};
-    norm_rows(t, layer.attention_norm, t.own->input);
+    begin_part(t, layer, layer.attention_norm);
     linears(t, three, outputs, 3, t.own->input, hidden, hidden, qkv_width(layer));
     attention_stage(t, layer);
     join_attention(t, layer);
     const ap_linear* o[] = {&layer.o};
     linears(t, o, &t.step->attention_out, 1, t.own->input, query, query, hidden);
-    add_rows(t, t.step->attention_out, layer.after_attention_norm);
-    norm_rows(t, layer.mlp_norm, t.own->input);
+    end_part(t, layer, t.step->attention_out, layer.after_attention_norm, layer.attention_norm);
+    if (layer.cross_q.data) cross_stages(t, layer);
+    begin_part(t, layer, layer.mlp_norm);
     if (layer.router.data) return experts_stages(t, layer);
-    gate_and_up(t, layer);
+    if (layer.up.data) gate_and_up(t, layer);
+    else activated_up(t, layer);
     const ap_linear* down[] = {&layer.down};
     linears(t, down, &t.step->mlp_out, 1, t.step->gated, inner, inner, hidden);
-    add_rows(t, t.step->mlp_out, layer.after_mlp_norm);
+    end_part(t, layer, t.step->mlp_out, layer.after_mlp_norm, layer.mlp_norm);
 }
 
 inline void head_stage(const Worker& t) {

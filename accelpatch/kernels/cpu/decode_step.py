@@ -1,12 +1,14 @@
-"""One decode step of a Llama-like model as one native call: token ids in, logits out, over a static cache.
+"""One decode step of a model as one native call: token ids in, logits out, over a static cache.
 
-    hidden = embedding[token] * embedding_scale
+    hidden = embedding_norm(embedding[token] * embedding_scale + positions[position])
     each layer:  hidden += after_attention_norm(o(attention(rope(q, k, v of attention_norm(hidden)))))
+                 hidden += cross_o(attention of cross_q(cross_norm(hidden)) to what an encoder gave)
                  hidden += after_mlp_norm(down(activation(gate) * up)) of mlp_norm(hidden)
     logits = softcap(head(final_norm(hidden)))
 
-Norms that a family does not have are None. Everything but the weights is float32. The class keeps the packs, norms and
-cache alive; they remain the caller's to read.
+Parts and norms that a family does not have are left out, and a layer may have its norms of the sums (step_weights.py).
+Everything but the weights is float32. The class keeps the packs, norms and cache alive; they remain the caller's to
+read.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from accelpatch.kernels.cpu.native_library import (
     pointer,
     threads,
 )
+from accelpatch.kernels.cpu.step_encoded import StepEncoded
 from accelpatch.kernels.cpu.step_weights import LayerWeights, NormWeight, StepShape
 from accelpatch.kernels.layouts.cpu_pack import Pack
 from accelpatch.kernels.layouts.kv_states import BF16, FLOAT, FP8, INT8, States, format_of, tensors_of
@@ -49,7 +52,8 @@ class DecodeStep(Described):
 
     layers: None for a layer that never runs here, whose keys and values may be any; `part` skips it. rows: the most
     sequences. length: slots of the cache. tokens: the most tokens of a step over a cache of one sequence, which all are
-    of that sequence, at slots that follow each other; 0: a token of each sequence.
+    of that sequence, at slots that follow each other; 0: a token of each sequence. encoded: what an encoder gave to the
+    layers that attend to it.
 
     Call it with int64 tensors of one entry per sequence. It is thread-safe: a second call waits for the first.
     """
@@ -58,10 +62,11 @@ class DecodeStep(Described):
     layers: Sequence[LayerWeights | None]
     embedding: Pack
     head: Pack
-    final_norm: NormWeight
+    final_norm: NormWeight | None
     keys: Sequence[States]
     values: Sequence[States]
     tokens: int = 0
+    encoded: StepEncoded | None = None
     rows: int = field(init=False)
     length: int = field(init=False)
     pages: int = field(default=0, init=False)
@@ -148,7 +153,7 @@ class DecodeStep(Described):
         for index, layer in enumerate(self.layers):
             if layer is None:
                 continue
-            if reason := layer.why_not(s.hidden, s.head_dim):
+            if reason := layer.why_not(s.hidden, s.head_dim) or self._why_not_encoded(index, layer):
                 raise KernelError(f"layer {index} is none of a native step: {reason}")
             want = self._cache_shape(layer.kv_heads(s.head_dim))
             if format_of(self.keys[index]) != format_of(self.values[index]):
@@ -162,6 +167,13 @@ class DecodeStep(Described):
             raise KernelError(f"several tokens are 1 to {MAX_BATCH} of one sequence, not {self.tokens} of {self.rows}")
         if not 1 <= self.rows <= MAX_BATCH:
             raise KernelError(f"the native step takes 1 to {MAX_BATCH} sequences, not {self.rows}")
+
+    def _why_not_encoded(self, index: int, layer: LayerWeights) -> str | None:
+        if not layer.attends_to_encoder:
+            return None
+        if self.encoded is None:
+            return "it attends to an encoder, which gave nothing"
+        return self.encoded.why_not(index, layer.linears["cross_q"].n, self.shape.head_dim, self.tokens or self.rows)
 
     def _cache_shape(self, kv_heads: int) -> tuple[int, ...]:
         return self.rows, kv_heads, self.length, self.shape.head_dim
@@ -181,7 +193,21 @@ class DecodeStep(Described):
             model.inverse_frequency[i], model.rope_scaling[i] = self._vector(frequencies, s.head_dim // 2), scaling
         model.embedding_scale, model.logits_softcap = s.embedding_scale, s.softcap
         model.one_sequence, model.pages = int(self.tokens > 0), self.pages
+        self._ends(model)
         return model
+
+    def _ends(self, model: native_library.Model) -> None:
+        """Fill in what embeddings, scores and the attention to an encoder have beside the weights of layers."""
+        s = self.shape
+        if s.positions is not None:
+            model.position_rows, model.positions = len(s.positions), self._vector(s.positions.reshape(-1))
+        model.embedding_norm = self._norm(s.embedding_norm, s.hidden)
+        if s.score_bias is not None:
+            bias = s.score_bias(self.length)
+            model.biased_heads, model.score_bias = len(bias), self._vector(bias.reshape(-1), len(bias) * self.length)
+        if self.encoded is not None:
+            model.encoded = self.encoded.struct()
+            self._keep.append(self.encoded)
 
     def _layer(self, index: int, weights: LayerWeights | None) -> native_library.Layer:
         s, layer = self.shape, native_library.Layer()
@@ -202,14 +228,20 @@ class DecodeStep(Described):
         layer.window, layer.rope = weights.window, weights.rope
         layer.activation = EXPERT_ACTIVATIONS[weights.activation]
         layer.attention_scale, layer.attention_softcap = weights.scale, weights.softcap
+        layer.cross_scale, layer.post = weights.cross_scale, int(weights.post)
+        if weights.attends_to_encoder and self.encoded is not None:
+            layer.cross_keys, layer.cross_values = map(pointer, self.encoded.states[index])
         self._keep.append(weights)
         return layer
 
-    def _norm(self, norm: NormWeight, size: int) -> native_library.Norm:
-        return native_library.Norm(self._vector(norm.weight, size), norm.eps)
+    def _norm(self, norm: NormWeight | None, size: int) -> native_library.Norm:
+        if norm is None:
+            return native_library.Norm()
+        bias = None if norm.bias is None else self._vector(norm.bias, size)
+        return native_library.Norm(self._vector(norm.weight, size), bias, norm.eps, int(norm.layer))
 
-    def _vector(self, tensor: Tensor, size: int) -> int | None:
-        if tensor.shape != (size,):
+    def _vector(self, tensor: Tensor, size: int | None = None) -> int | None:
+        if size is not None and tensor.shape != (size,):
             raise KernelError(f"a vector of {size} was expected, not {list(tensor.shape)}")
         made = tensor.detach().to(torch.float32).contiguous()
         self._keep.append(made)

@@ -49,20 +49,23 @@ class Linear(Structure):
 
 
 LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
-NORMS = ("attention_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm", "q_norm", "k_norm")
+CROSS = ("cross_q", "cross_o")  # of the attention to an encoder's tokens
+NORMS = (
+    "attention_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm", "cross_norm", "q_norm", "k_norm",
+)  # fmt: skip
 
 
 class Norm(Structure):
     """Mirror of `ap_norm`."""
 
-    _fields_ = (("weight", c_void_p), ("eps", c_float), ("reserved", c_int32))
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("layer", c_int32))
 
 
 class Layer(Structure):
     """Mirror of `ap_layer`."""
 
     _fields_ = (
-        *((name, Linear) for name in LINEARS),
+        *((name, Linear) for name in (*LINEARS, *CROSS)),
         *((name, Norm) for name in NORMS),
         *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
         ("window", c_int64),
@@ -72,6 +75,18 @@ class Layer(Structure):
         ("router", Linear),
         *((name, c_int64) for name in ("expert_bytes", "down_bytes", "chosen")),
         *((name, c_float) for name in ("alpha", "limit")),
+        *((name, c_void_p) for name in ("cross_keys", "cross_values")),
+        ("cross_scale", c_float),
+        ("post", c_int32),
+    )
+
+
+class Encoded(Structure):
+    """Mirror of `ap_encoded`."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("texts", "length")),
+        *((name, c_void_p) for name in ("text", "ends", "mask")),
     )
 
 
@@ -90,6 +105,12 @@ class Model(Structure):
         ("logits_softcap", c_float),
         ("one_sequence", c_int64),
         ("pages", c_int64),
+        ("position_rows", c_int64),
+        ("positions", c_void_p),
+        ("embedding_norm", Norm),
+        ("biased_heads", c_int64),
+        ("score_bias", c_void_p),
+        ("encoded", Encoded),
     )
 
 

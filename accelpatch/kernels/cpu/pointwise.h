@@ -25,6 +25,31 @@ inline void rmsnorm_row(const float* x, const float* weight, float eps, int64_t 
     for (; i < k; i++) y[i] = x[i] * inverse * weight[i];
 }
 
+// y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias. bias: NULL for none.
+inline void layernorm_row(const float* x, const float* weight, const float* bias, float eps, int64_t k, float* y) {
+    vf sums = {}, squares = {};
+    int64_t i = 0;
+    for (; i < k; i += kLanes) sums += load_part(x + i, k - i < kLanes ? k - i : kLanes);
+    const float mean = sum(sums) / static_cast<float>(k);
+    for (i = 0; i + kLanes <= k; i += kLanes) {
+        const vf v = load(x + i) - mean;
+        squares = fma(v, v, squares);
+    }
+    float rest = 0;
+    for (; i < k; i++) rest += (x[i] - mean) * (x[i] - mean);
+    const float inverse = 1.0f / sqrtf((sum(squares) + rest) / static_cast<float>(k) + eps);
+    for (i = 0; i + kLanes <= k; i += kLanes) {
+        const vf v = (load(x + i) - mean) * inverse * load(weight + i);
+        store(y + i, bias ? v + load(bias + i) : v);
+    }
+    for (; i < k; i++) y[i] = (x[i] - mean) * inverse * weight[i] + (bias ? bias[i] : 0.0f);
+}
+
+inline void norm_row(const float* x, const ap_norm& norm, int64_t k, float* y) {
+    if (norm.layer) layernorm_row(x, norm.weight, norm.bias, norm.eps, k, y);
+    else rmsnorm_row(x, norm.weight, norm.eps, k, y);
+}
+
 // y += x
 inline void add_row_(float* y, const float* x, int64_t k) {
     int64_t i = 0;
@@ -63,6 +88,17 @@ inline void gated_row(const float* gate, const float* up, int activation, int64_
     if (i < count)
         store_part(
             y + i, activate(load_part(gate + i, count - i), activation) * load_part(up + i, count - i), count - i);
+}
+
+// y = activation(x), which may be y
+inline void activated_row(const float* x, int activation, int64_t count, float* y) {
+    if (activation == AP_GELU) {
+        for (int64_t i = 0; i < count; i++) y[i] = gelu_exact(x[i]);
+        return;
+    }
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) store(y + i, activate(load(x + i), activation));
+    if (i < count) store_part(y + i, activate(load_part(x + i, count - i), activation), count - i);
 }
 
 // y = (up + 1) * gate / (1 + e^(-alpha gate)), both clamped; a NaN stays.

@@ -60,8 +60,8 @@ inline void linears(const Worker& t, const ap_linear* const* weights, float* con
 inline void norm_rows(const Worker& t, const ap_norm& norm, float* out) {
     const int64_t hidden = t.model->hidden;
     for (int64_t m = 0; m < t.batch; m++) {
-        if (norm.weight) rmsnorm_row(t.own->hidden + m * hidden, norm.weight, norm.eps, hidden, out + m * hidden);
-        else memcpy(out + m * hidden, t.own->hidden + m * hidden, static_cast<size_t>(hidden) * 4);
+        if (norm.weight) norm_row(t.own->hidden + m * hidden, norm, hidden, out + m * hidden);
+        else memmove(out + m * hidden, t.own->hidden + m * hidden, static_cast<size_t>(hidden) * 4);
     }
 }
 
@@ -71,11 +71,23 @@ inline void add_rows(const Worker& t, const float* out, const ap_norm& norm) {
     for (int64_t m = 0; m < t.batch; m++) {
         const float* x = out + m * hidden;
         if (norm.weight) {
-            rmsnorm_row(x, norm.weight, norm.eps, hidden, t.own->input);
+            norm_row(x, norm, hidden, t.own->input);
             x = t.own->input;
         }
         add_row_(t.own->hidden + m * hidden, x, hidden);
     }
+}
+
+// What a part of a layer reads: the norm of hidden, or hidden itself where norms stand behind the parts.
+inline void begin_part(const Worker& t, const ap_layer& layer, const ap_norm& norm) {
+    norm_rows(t, layer.post ? ap_norm{} : norm, t.own->input);
+}
+
+// hidden += out, or its norm `after`; where norms stand behind the parts, hidden becomes the norm of that.
+inline void end_part(
+    const Worker& t, const ap_layer& layer, const float* out, const ap_norm& after, const ap_norm& norm) {
+    add_rows(t, out, after);
+    if (layer.post) norm_rows(t, norm, t.own->hidden);
 }
 
 }  // namespace

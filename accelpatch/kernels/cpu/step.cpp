@@ -43,16 +43,36 @@ bool experts_fit(const ap_model& m, const ap_layer& l) {
     return l.chosen >= 1 && l.chosen <= r.n && l.chosen <= AP_MAX_CHOSEN && l.expert_bytes > 0 && l.down_bytes > 0;
 }
 
+// Whether the attention to an encoder's tokens, where a layer has it, fits what the encoder gave.
+bool cross_fits(const ap_model& m, const ap_layer& l) {
+    if (!l.cross_q.data) return true;
+    const int64_t query = l.cross_q.n;
+    return m.encoded.length && is_size(query) && query % m.head_dim == 0 && fits(l.cross_q, query, m.hidden) &&
+           fits(l.cross_o, m.hidden, query) && l.cross_keys && l.cross_values;
+}
+
+bool encoded_fits(const ap_model& m) {
+    const ap_encoded& e = m.encoded;
+    if (!e.length) return true;
+    if (!is_size(e.length) || e.texts < 1 || e.texts > m.max_batch || !e.text || !e.ends) return false;
+    for (int64_t i = 0; i < m.max_batch; i++)
+        if (e.text[i] < 0 || e.text[i] >= e.texts) return false;
+    for (int64_t i = 0; i < e.texts; i++)
+        if (e.ends[i] < 1 || e.ends[i] > e.length) return false;
+    return true;
+}
+
 bool layer_fits(const ap_model& m, const ap_layer& l) {
     const int64_t query = l.q.n, key = l.k.n, inner = l.gate.n;
     if (!is_size(query) || !is_size(key) || !is_size(inner) || query % m.head_dim || key % m.head_dim || query % key)
         return false;
     if (l.activation < AP_SILU || l.activation > (l.router.data ? AP_CLAMPED : AP_RELU)) return false;
-    if (l.router.data && !experts_fit(m, l)) return false;
-    return fits(l.q, query, m.hidden) && fits(l.k, key, m.hidden) && fits(l.v, key, m.hidden) &&
-           fits(l.o, m.hidden, query) && fits(l.gate, inner, m.hidden) && fits(l.up, inner, m.hidden) &&
-           fits(l.down, m.hidden, inner) && cache_fits(l) && l.window >= 0 && (l.rope == 0 || l.rope == 1) &&
-           m.inverse_frequency[l.rope];
+    if (l.router.data && (!experts_fit(m, l) || l.post)) return false;
+    if (m.score_bias && m.biased_heads != query / m.head_dim) return false;
+    return cross_fits(m, l) && fits(l.q, query, m.hidden) && fits(l.k, key, m.hidden) && fits(l.v, key, m.hidden) &&
+           fits(l.o, m.hidden, query) && fits(l.gate, inner, m.hidden) && (!l.up.data || fits(l.up, inner, m.hidden)) &&
+           fits(l.down, m.hidden, inner) && cache_fits(l) && l.window >= 0 &&
+           (l.rope == -1 || ((l.rope == 0 || l.rope == 1) && m.inverse_frequency[l.rope]));
 }
 
 bool model_fits(const ap_model& m) {
@@ -60,6 +80,7 @@ bool model_fits(const ap_model& m) {
         if (!is_size(size)) return false;
     if (m.max_batch < 1 || m.max_batch > kMaxBatch || m.head_dim % 2 || m.pages < 0) return false;
     if (m.pages && m.one_sequence) return false;
+    if (!encoded_fits(m) || (m.positions && !is_size(m.position_rows))) return false;
     if (!m.layer || !fits(m.embedding, m.embedding.n, m.hidden) || !fits(m.head, m.head.n, m.hidden)) return false;
     for (int64_t i = 0; i < m.layers; i++)
         if (!is_absent(m.layer[i]) &&
@@ -79,10 +100,14 @@ Largest largest_of(const ap_model& m) {
         take(most.heads, heads_of(m, l));
         take(most.group, l.q.n / l.k.n);
         take(most.qkv, l.q.n + 2 * l.k.n);
+        take(most.heads, l.cross_q.n / m.head_dim);
+        take(most.qkv, l.cross_q.n);
+        take(most.widest, l.cross_q.n);
         take(most.intermediate, l.gate.n);
         take(most.widest, l.q.n);
         take(most.widest, l.gate.n);
-        for (int64_t ranks : {l.q.rank + l.k.rank + l.v.rank, l.o.rank, l.gate.rank + l.up.rank, l.down.rank})
+        for (int64_t ranks : {l.q.rank + l.k.rank + l.v.rank, l.o.rank, l.gate.rank + l.up.rank, l.down.rank,
+                 l.cross_q.rank, l.cross_o.rank})
             take(most.ranks, ranks);
         if (!l.router.data) continue;
         take(most.experts, l.router.n);
@@ -145,7 +170,7 @@ void join_orders(ap_layer& l, const ap_model& m) {
 bool has_order(const ap_model& m) {
     bool found = m.embedding.order || m.head.order;
     for (int64_t i = 0; i < m.layers; i++)
-        for (const ap_linear* w = &m.layer[i].q; w <= &m.layer[i].down; w++) found |= w->order != nullptr;
+        for (const ap_linear* w = &m.layer[i].q; w <= &m.layer[i].cross_o; w++) found |= w->order != nullptr;
     return found;
 }
 
@@ -158,6 +183,7 @@ bool call_fits(const Step& s, const StepCall& c) {
     if (c.batch < 1 || c.batch > m.max_batch || !c.tokens || !c.slots || !c.starts || !c.positions) return false;
     for (int64_t b = 0; b < c.batch; b++) {
         if (c.tokens[b] < 0 || c.tokens[b] >= m.embedding.n || c.positions[b] < 0) return false;
+        if (m.positions && c.positions[b] >= m.position_rows) return false;
         if (c.starts[b] < 0 || c.starts[b] > c.slots[b]) return false;
         if (!m.pages && c.slots[b] >= m.length) return false;
         if (m.pages && (c.slots[b] >= c.count || c.slots[b] - c.starts[b] >= m.length)) return false;
@@ -190,7 +216,8 @@ extern "C" int ap_step_create(const ap_model* model, int max_threads, void** ste
     s.threads = max_threads;
     s.ordered = has_order(*model);
     s.largest = largest_of(*model);
-    s.longest_runs = (model->length + kRunSlots - 1) / kRunSlots;
+    const int64_t longest = model->length > model->encoded.length ? model->length : model->encoded.length;
+    s.longest_runs = (longest + kRunSlots - 1) / kRunSlots;
     s.memory = aligned_alloc(64, static_cast<size_t>(round_up(lay_out(s, nullptr), 64)));
     if (!s.memory) {
         delete owner;

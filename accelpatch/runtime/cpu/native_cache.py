@@ -34,6 +34,7 @@ class Store:
         self.step: Any = None
         self.several: dict[int | None, Any] = {}  # layers (None: all) -> a step of several tokens of one sequence
         self.made_by: Any = None
+        self.encoder: Any = None  # what an encoder gave (encoder_decoder.py), of the model's that attend to one
         self.places: Any = None  # slots, starts and positions of the last step, if no layer ran as a module
 
 

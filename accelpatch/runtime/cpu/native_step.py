@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from accelpatch.errors import KernelError
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.cannot_fuse import CannotFuse
+from accelpatch.fusion.native_encoder_decoder import native_encoder_decoder
 from accelpatch.fusion.native_model import NativeModel, native_model
 from accelpatch.fusion.rotary import of_one_axis
 from accelpatch.kernels.cpu.decode_step import DecodeStep
@@ -26,6 +27,7 @@ from accelpatch.kernels.cpu.native_library import MAX_BATCH
 from accelpatch.kernels.layouts.kv_states import FLOAT
 from accelpatch.models.multimodal import configs_of_call, first_position, outputs_of, unused_by_steps
 from accelpatch.runtime.cache_contents import Contents, attached
+from accelpatch.runtime.cpu import encoder_decoder
 from accelpatch.runtime.cpu.mixed_step import Places, mixed_step
 from accelpatch.runtime.cpu.native_cache import Store, native_contents
 from accelpatch.runtime.cpu.torch_threads import all_threads
@@ -73,30 +75,46 @@ class NativeRuntime(ModelRuntime):
     def outputs(self, model: nn.Module, given: Mapping[str, Any]) -> Any:
         """Outputs of a model call for one more token by a native step; None where the modules must run."""
         logits = self.logits(model, given)
+        if logits is not None and encoder_decoder.encodes(model):
+            return encoder_decoder.outputs(logits, given)
         return None if logits is None else outputs_of(model, logits=logits, **{CACHE: given[CACHE]})
 
     def logits(self, model: nn.Module, arguments: Mapping[str, Any]) -> Tensor | None:
         """Logits [B, 1, V] of one more token, which is added to the cache; None where the modules must run."""
+        given, understood = arguments, UNDERSTOOD
+        if encoder_decoder.encodes(model):
+            arguments, understood = encoder_decoder.as_of_decoder(given), encoder_decoder.UNDERSTOOD
         ids, cache = arguments.get("input_ids"), arguments.get(CACHE)
         if ids is None or ids.dim() != 2 or ids.shape[1] != 1 or _is_empty(cache):
             self.paths["modules: a prompt, or no cache"] += 1
             return None
         reading = self.reading(model)
-        reason = _why_not(model, ids, arguments) or reading.unfit or self.code.cache or reading.watch.objection()
+        reason = (
+            _why_not(model, ids, given, understood) or reading.unfit or self.code.cache or reading.watch.objection()
+        )
         if reason is not None:
             self.paths[f"modules: {reason}"] += 1
             return None
         assert reading.model is not None
-        contents = native_contents(cache, ids.shape[0], reading.model, format_of_cache(cache, self.form))
+        form = format_of_cache(cache, self.form) if reading.model.masked is None else FLOAT
+        contents = native_contents(cache, ids.shape[0], reading.model, form)
         if isinstance(contents, str):
             self.paths[f"modules: {contents}"] += 1
             return None
         places = self._places(ids, contents.length, arguments, reading.model)
+        if not isinstance(places, str) and not reading.model.has_position(places[2]):
+            places = "a position without an embedding"
         if isinstance(places, str):
             self.paths[f"modules: {places}"] += 1
             return None
-        watched, unfused = reading.watch.watched(), reading.model.unfused
         store: Store = contents.static
+        watched, unfused = reading.watch.watched(), reading.model.unfused
+        if reading.model.masked is not None:
+            reason = encoder_decoder.encoder_why_not(store, reading.model, given, len(ids))
+            reason = reason or ("a hook inside" if watched else None)
+            if reason is not None:
+                self.paths[f"modules: {reason}"] += 1
+                return None
         if watched or unfused:
             by_modules = sorted({*watched, *unfused})
             store.places = None
@@ -107,24 +125,28 @@ class NativeRuntime(ModelRuntime):
         store.places = places
         return self.advance(reading, contents, ids[:, 0]).unsqueeze(1)
 
-    def run_of(self, cache: Any) -> NativeRun | None:
-        """A Run that continues the last native step over `cache`; None where the last step was not native."""
+    def run_of(self, given: Mapping[str, Any]) -> NativeRun | None:
+        """A Run that continues the last native step over the cache among a call's arguments; None where that step was
+        not native."""
+        cache = getattr(given[CACHE], "self_attention_cache", given[CACHE])
         contents = attached(cache)
         native = contents is not None and isinstance(contents.static, Store) and contents.static.places is not None
-        return NativeRun(self, cache, contents) if contents is not None and native else None
+        return NativeRun(self, cache, contents, given) if contents is not None and native else None
 
     def advance(self, reading: Reading, contents: Contents, tokens: Tensor) -> Tensor:
         """Logits [B, V] after `tokens`[B] at the store's present places."""
         store: Store = contents.static
         with all_threads():
-            logits = _step(reading, store)(tokens, *store.places)
+            assert reading.model is not None
+            slots, starts, positions = store.places
+            logits = _step(reading, store)(tokens, slots, starts, reading.model.positions(tokens, positions))
         contents.grow()
         self.paths[NATIVE] += 1
         return logits
 
     def takes_format(self, model: nn.Module) -> bool:
         """Whether a call's cache may come to lie in a format that the call asks for."""
-        return self.steps(model)
+        return not encoder_decoder.encodes(model) and self.steps(model)
 
     def steps(self, model: nn.Module) -> bool:
         """Whether the model, as it is now, has native steps."""
@@ -150,7 +172,10 @@ class NativeRuntime(ModelRuntime):
             if self._reading is None or self._outdated(self._reading):
                 self.code.look_anew()
                 try:
-                    found, unfit = native_model(model, self.unfused), None
+                    if encoder_decoder.encodes(model):
+                        found, unfit = native_encoder_decoder(model), None
+                    else:
+                        found, unfit = native_model(model, self.unfused), None
                 except (CannotFuse, KernelError) as reason:
                     found, unfit = None, str(reason)
                 self._reading = Reading(found, unfit, Watch(model), self.code.version)
@@ -180,10 +205,12 @@ class NativeRuntime(ModelRuntime):
         return slots, starts, positions.reshape(-1, 1)[-batch:, 0].expand(batch).to(torch.int64)
 
 
-def _why_not(model: nn.Module, ids: Tensor, arguments: Mapping[str, Any]) -> str | None:
+def _why_not(
+    model: nn.Module, ids: Tensor, arguments: Mapping[str, Any], understood: frozenset[str] = UNDERSTOOD
+) -> str | None:
     """Why a call cannot be a native step, judging by its arguments alone; None where it can."""
-    extra = unknown(arguments, UNDERSTOOD)
-    if extra is not None and (extra := unknown(arguments, UNDERSTOOD | unused_by_steps(model))) is not None:
+    extra = unknown(arguments, understood)
+    if extra is not None and (extra := unknown(arguments, understood | unused_by_steps(model))) is not None:
         return f"the argument {extra}"
     if arguments.get("use_cache") is False or arguments.get("return_dict") is False:
         return "no cache or a tuple was asked for"
@@ -218,7 +245,8 @@ def unknown(arguments: Mapping[str, Any], understood: Container[str]) -> str | N
 def _step(reading: Reading, store: Store) -> DecodeStep:
     assert reading.model is not None
     if store.step is None or store.made_by is not reading.model:
-        store.step, store.made_by = reading.model.step(store.keys, store.values), reading.model
+        encoded = None if store.encoder is None else store.encoder.encoded
+        store.step, store.made_by = reading.model.step(store.keys, store.values, encoded=encoded), reading.model
         store.several = {}
     return store.step
 
@@ -226,8 +254,8 @@ def _step(reading: Reading, store: Store) -> DecodeStep:
 class NativeRun:
     """Consecutive native steps over one cache; each checks first whether the model has changed."""
 
-    def __init__(self, runtime: NativeRuntime, cache: Any, contents: Contents):
-        self._runtime, self._cache, self._contents = runtime, cache, contents
+    def __init__(self, runtime: NativeRuntime, cache: Any, contents: Contents, given: Mapping[str, Any]):
+        self._runtime, self._cache, self._contents, self._given = runtime, cache, contents, given
         self._slots, self._starts, self._positions = (place.clone() for place in contents.static.places)
 
     def logits(self, model: nn.Module, tokens: Tensor) -> Tensor | None:
@@ -238,7 +266,11 @@ class NativeRun:
             return None
         if model._forward_hooks or model._forward_pre_hooks or reading.watch.objection() or reading.watch.watched():
             return None
+        native, positions = reading.model, self._positions + 1
+        assert native is not None
+        if not native.has_position(positions) or not encoder_decoder.has_encoder(store, native, self._given):
+            return None
         self._slots += 1
-        self._positions += 1
+        self._positions = positions
         store.places = (self._slots, self._starts, self._positions)
         return self._runtime.advance(reading, contents, tokens)

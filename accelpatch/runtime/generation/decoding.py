@@ -13,13 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from transformers.generation.logits_process import MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.spread import moves_only
 from accelpatch.models.multimodal import prompt_arguments
 from accelpatch.runtime.code_watch import CODE
+from accelpatch.runtime.cpu import encoder_decoder
 from accelpatch.runtime.cpu.native_step import NativeRun, NativeRuntime, unknown
 
 # Arguments of generate()'s model calls that the loop supports besides those of a step.
@@ -52,8 +53,15 @@ def decode(
     model: Any, runtime: NativeRuntime, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any,
     kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """Continue ids[B, L] until `criteria` hold; returns ids, or GenerateDecoderOnlyOutput if configured."""
-    return loop(NativeSteps(model, runtime), ids, processors, criteria, config, streamer, kwargs)
+    """Continue ids[B, L] until `criteria` hold; returns ids, or transformers' class of outputs if configured."""
+    result = GenerateEncoderDecoderOutput if encoder_decoder.encodes(model) else GenerateDecoderOnlyOutput
+    return loop(NativeSteps(model, runtime), ids, processors, criteria, config, streamer, kwargs, result)
+
+
+def native_loop_because(model: Any, config: Any, synced_gpus: bool, kwargs: dict[str, Any]) -> str | None:
+    """Why transformers' own loop must run around native steps; None where `decode` can."""
+    understood = encoder_decoder.UNDERSTOOD if encoder_decoder.encodes(model) else UNDERSTOOD
+    return stock_loop_because(model, config, synced_gpus, kwargs, understood)
 
 
 class Steps(Protocol):
@@ -134,15 +142,21 @@ class NativeSteps:
         kwargs = self.kwargs
         if self.behind:
             known = CausalLMOutputWithPast(**{CACHE: kwargs[CACHE]})
-            kwargs = self._model._update_model_kwargs_for_generation(known, kwargs, num_new_tokens=self.behind)
+            kwargs = self._updated(known, kwargs, self.behind)
             self.behind = 0
         inputs = self._model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
         logits = self._last_logits(self._model(**inputs, return_dict=True), kwargs)
-        self._run = self._runtime.run_of(kwargs[CACHE])
+        self._run = self._runtime.run_of(kwargs)
         return logits
 
+    def _updated(self, outputs: Any, kwargs: dict[str, Any], tokens: int = 1) -> dict[str, Any]:
+        """The model's arguments after a call that gave `outputs`, or after several steps."""
+        update, encodes = self._model._update_model_kwargs_for_generation, encoder_decoder.encodes(self._model)
+        updated: dict[str, Any] = update(outputs, kwargs, is_encoder_decoder=encodes, num_new_tokens=tokens)
+        return updated
+
     def _last_logits(self, outputs: Any, kwargs: dict[str, Any]) -> Tensor:
-        self.kwargs = self._model._update_model_kwargs_for_generation(outputs, kwargs)
+        self.kwargs = self._updated(outputs, kwargs)
         return outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
 
 

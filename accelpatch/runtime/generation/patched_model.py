@@ -34,7 +34,7 @@ from accelpatch.runtime.generation.adapter_targets import CONFIGS, adapter_confi
 from accelpatch.runtime.generation.assisted import NAME as ASSISTED
 from accelpatch.runtime.generation.assisted import assisting
 from accelpatch.runtime.generation.batching import CONTEXT, INIT, in_context, initialised
-from accelpatch.runtime.generation.decoding import decode, stock_loop_because
+from accelpatch.runtime.generation.decoding import decode, native_loop_because
 from accelpatch.runtime.generation.graph_loop import captured_loop
 from accelpatch.runtime.generation.mtp_heads import NAME as CANDIDATES
 from accelpatch.runtime.generation.mtp_heads import making_candidates
@@ -212,7 +212,7 @@ def _looping(cls: Any, name: str) -> Any:
         if runtime is None or not runtime.steps(self):
             return stock(self, *given, synced_gpus, streamer, **kwargs)
         with one_thread():
-            if (reason := stock_loop_because(self, generation_config, synced_gpus, kwargs)) is None:
+            if (reason := native_loop_because(self, generation_config, synced_gpus, kwargs)) is None:
                 return decode(self, runtime, *given, streamer, kwargs)
             runtime.paths[f"stock loop: {reason}"] += 1
             return stock(self, *given, synced_gpus, streamer, **kwargs)
