@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from accelpatch.kernels.spec import Described
+
+SHORT = 256  # tokens of a text up to which a CPU's attention by rows is faster than that of prompts
+#: new tokens on the CPU: their rows[R]; index[n] of all that they attend to, new ones at the places where they are
+#: written; starts[R] and ends[R] in it
+Attended = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +26,12 @@ class Text:
     last: int
     begin: int
     past: int
+
+    @property
+    def is_short(self) -> bool:
+        """Whether it has one new token, or SHORT tokens at most."""
+        new = self.last - self.first
+        return new == 1 or self.past + new <= SHORT
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,21 +64,28 @@ class PagedRows(Described):
         return [Text(a, b, c, d - c - (b - a)) for a, b, c, d in pairs if b > a]
 
     @functools.cached_property
-    def single(self) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """Of the texts with one new token, on the CPU: their rows[R]; index[n] of all that they attend to, the new ones
-        at the places where they are written; starts[R] and ends[R] in it. None where there are none."""
-        texts = [text for text in self.texts if text.last - text.first == 1]
+    def single(self) -> Attended | None:
+        """Of the texts with one new token; None where there are none."""
+        return self._attended([text for text in self.texts if text.last - text.first == 1])
+
+    @functools.cached_property
+    def short(self) -> Attended | None:
+        """Of the texts with one new token, and of prompts whose text has SHORT tokens at most; None without any."""
+        return self._attended([text for text in self.texts if text.is_short])
+
+    def _attended(self, texts: Sequence[Text]) -> Attended | None:
         if not texts:
             return None
-        index, write, found, ends = self.index.tolist(), self.write.tolist(), list[int](), list[int]()
+        index, write = self.index.tolist(), self.write.tolist()
+        own, found, starts, ends = list[int](), list[int](), list[int](), list[int]()
         for text in texts:
+            first = len(found)
             found += index[text.begin : text.begin + text.past]
-            found.append(write[text.first])
-            ends.append(len(found))
-        return (
-            torch.tensor([text.first for text in texts]), torch.tensor(found), torch.tensor([0, *ends[:-1]]),
-            torch.tensor(ends),
-        )  # fmt: skip
+            ends += range(len(found) + 1, len(found) + 1 + text.last - text.first)
+            found += write[text.first : text.last]
+            own += range(text.first, text.last)
+            starts += [first] * (text.last - text.first)
+        return torch.tensor(own), torch.tensor(found), torch.tensor(starts), torch.tensor(ends)
 
     def placed(self, text: Text) -> Tensor:
         """index[past] of a text's cached tokens."""

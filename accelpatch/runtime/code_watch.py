@@ -2,13 +2,15 @@
 
 Outermost is a call of the model, of a model inside it, or of generate(), that no other such call of the same model in
 the same thread is around: steps of a running generate() look at nothing. What changes meanwhile counts from the next
-call on.
+call on. Steps of requests that are answered together are calls of their own: those without a prompt look for the first
+time when the last look is LOOKED seconds ago.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -35,6 +37,7 @@ CACHED = ("update", "get_seq_length", "get_mask_sizes", "reorder_cache")
 #: what samplers stand for
 PICKING = (*SUPPRESSING, *WARPERS, *CAPTURED, *WATCHING, *CRITERIA, LogitsProcessorList, StoppingCriteriaList)
 
+LOOKED = 0.1  # seconds
 HELD_OFF = 10.0  # seconds that a new call waits at most for a change that waits for the calls before it
 
 
@@ -57,6 +60,7 @@ class CodeWatch:
         self._gate = threading.Condition()
         self._changing: set[threading.Thread] = set()  # that wait in `alone` for the calls of others
         self._callers: Counter[threading.Thread] = Counter()  # the threads that are in calls of the model, and how deep
+        self._looked = -LOOKED  # when the last look was
         self.version = 0
         self.others: str | None = None
         self.loop: str | None = None
@@ -77,12 +81,25 @@ class CodeWatch:
         return None if self._model is None else self._model()
 
     def __enter__(self) -> None:
+        self._begin(looks=True)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Context manager: as this object, around one more token of each of some requests, whose prompts had a look."""
+        self._begin(looks=time.monotonic() > self._looked + LOOKED)
+        try:
+            yield
+        finally:
+            self.__exit__()
+
+    def _begin(self, looks: bool) -> None:
         caller = threading.current_thread()
         if caller not in self._callers:
             if self._changing:
                 with self._gate:
                     self._gate.wait_for(lambda: not any(thread.is_alive() for thread in self._changing), HELD_OFF)
-            self.look()
+            if looks:
+                self.look()
         with self._gate:
             self._callers[caller] += 1
 
@@ -158,6 +175,7 @@ class CodeWatch:
         model: Any = None if self._model is None else self._model()
         if model is None:
             return
+        self._looked = time.monotonic()
         overridden = {name: vars(model)[name] for name in LOOP if name in vars(model)}
         if self._snapshot is not None:
             if not self._snapshot.changed() and overridden == self._overridden:

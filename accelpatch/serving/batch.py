@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from accelpatch.serving.draws import WARPERS, Draw, processors, top_k_of
@@ -27,13 +28,53 @@ class BatchFailed(RuntimeError):
     """The batch ended, or refused a request."""
 
 
+class Waiting:
+    """A request whose thread waits for tokens. each: for every new one, and else for the whole answer."""
+
+    def __init__(self, ticket: Ticket, each: bool):
+        self._ticket, self._each, self._found = ticket, each, queue.SimpleQueue[Any]()
+
+    def put(self, result: Any) -> None:
+        """Take what the request has by now, on the manager's own thread."""
+        if result.generated_tokens:
+            self._ticket.came()
+        if self._each or self._ticket.hung_up or result.error is not None or result.is_finished():
+            self._found.put(result)
+
+    def get(self, seconds: float) -> Any:
+        """The next result; None where none came within so many seconds."""
+        try:
+            return self._found.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+
+class Router(OutputRouter):
+    """Gives each result to the request that waits for it, with no thread between; what nobody waits for is dropped."""
+
+    def __init__(self, waiting: Mapping[str, Waiting]):
+        super().__init__()
+        self._waiting = waiting
+
+    def deliver(self, output: Any) -> None:
+        """As in OutputRouter."""
+        found = self._waiting.get(output.request_id)
+        if found is not None:
+            found.put(output)
+
+    def deliver_batch(self, outputs: list[Any]) -> None:
+        """As in OutputRouter."""
+        for output in outputs:
+            self.deliver(output)
+
+
 class Batch:
     """One manager of transformers' continuous batching for a model, made when the first request comes."""
 
     def __init__(self, model: Any, context: int | None):
         self._model, self._context = model, context
         self._manager: Any = None
-        self._waiting: dict[str, queue.SimpleQueue[Any]] = {}
+        self._waiting: dict[str, Waiting] = {}
         self._lock, self._count = threading.Lock(), 0
 
     def takes(self, config: Any) -> bool:
@@ -48,13 +89,14 @@ class Batch:
         return not others
 
     def generate(
-        self, ids: torch.Tensor, config: Any, ticket: Ticket, streamer: Any, stop: Watch | None = None
-    ) -> torch.Tensor:
-        """Ids [1, L + new] of a prompt ids[1, L], up to what `stop` sees; each new token goes to the streamer. Raises
-        HungUp, TimeOver and BatchFailed."""
+        self, ids: torch.Tensor, config: Any, ticket: Ticket, streamer: Any, stop: Watch | None = None,
+        each: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
+        """Ids [1, L + new] of a prompt ids[1, L], up to what `stop` sees; each new token goes to the streamer, when it
+        is made or, without `each`, at the end. Raises HungUp, TimeOver and BatchFailed."""
         prompt = ids[0].tolist()
         streamer.put(ids)
-        for token in self._tokens(list(prompt), config, ticket):
+        for token in self._tokens(list(prompt), config, ticket, each or stop is not None):
             streamer.put(torch.tensor([token]))
             prompt.append(token)
             if stop is not None and stop.over(token):
@@ -62,8 +104,8 @@ class Batch:
         streamer.end()
         return torch.tensor([prompt], device=ids.device)
 
-    def _tokens(self, prompt: list[int], config: Any, ticket: Ticket) -> Iterator[int]:
-        manager, found, name = self._started(), queue.SimpleQueue[Any](), self._name()
+    def _tokens(self, prompt: list[int], config: Any, ticket: Ticket, each: bool) -> Iterator[int]:
+        manager, found, name = self._started(), Waiting(ticket, each), self._name()
         draw = Draw.of(config, ticket.seed)
         self._waiting[name] = found
         seen, done = 0, False
@@ -76,11 +118,10 @@ class Batch:
             )  # fmt: skip
             while not done:
                 ticket.check()
-                try:
-                    result = found.get(timeout=LOOK)
-                except queue.Empty:
+                result = found.get(LOOK)
+                if result is None:
                     if not manager.is_running():
-                        raise BatchFailed("the batch of all requests ended") from None
+                        raise BatchFailed("the batch of all requests ended")
                     continue
                 if result.error is not None or result.status == RequestStatus.FAILED:
                     raise BatchFailed(f"the request failed in the batch: {result.error}")
@@ -106,17 +147,11 @@ class Batch:
                     self._manager = self._model.init_continuous_batching(
                         generation_config=text, continuous_batching_config=settings(self._model, self._context)
                     )
-                    self._manager.logit_processor = processors(top_k_of(self._model.generation_config))
+                    top_k = top_k_of(self._model.generation_config)
+                    self._manager.logit_processor = processors(top_k, self._model.device.type != "cpu")
+                    self._manager.output_router = Router(self._waiting)
                     self._manager.start()
-                threading.Thread(target=self._deliver, args=(self._manager,), daemon=True).start()
             return self._manager
-
-    def _deliver(self, manager: Any) -> None:
-        while manager.is_running():
-            result = manager.get_result(timeout=LOOK)
-            found = None if result is None else self._waiting.get(result.request_id)
-            if found is not None:
-                found.put(result)
 
     def stop(self) -> None:
         """Stop the manager when its requests are answered."""

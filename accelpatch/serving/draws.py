@@ -58,12 +58,25 @@ def top_k_of(config: GenerationConfig) -> int:
     return default if config.top_k is None else int(config.top_k)
 
 
-def processors(top_k: int) -> ContinuousBatchingLogitsProcessorList:
+class Processors(ContinuousBatchingLogitsProcessorList):
+    """Logits processors that are left out of a step in which no request draws, but for `always`, which a captured graph
+    needs."""
+
+    always = False
+
+    def prepare_tensor_args(self, requests_in_batch: Any, arg_storage: Tensor) -> Tensor:
+        """As in ContinuousBatchingLogitsProcessorList, before each step."""
+        self.do_processing = self.always or any(SEED in one.state.logit_processor_kwargs for one in requests_in_batch)
+        return super().prepare_tensor_args(requests_in_batch, arg_storage) if self.do_processing else arg_storage
+
+
+def processors(top_k: int, always: bool) -> Processors:
     """The logits processors of a manager without sampling of its own (do_sample=False), whose requests may have the
-    arguments of a Draw: the drawn token of a row gets the highest score. top_k: for all requests, 0 for none."""
+    arguments of a Draw: the drawn token of a row gets the highest score. top_k: for all requests, 0 for none. always:
+    that of Processors."""
     lines = [_Line(TEMPERATURE, float, _temperature), _Line(TOP_P, float, _top_p), _Line(SEED, int, _key)]
-    made = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([*lines, _Drawn(top_k, *lines)]))
-    made.tensors_required = len(lines)
+    made = Processors(LogitsProcessorList([*lines, _Drawn(top_k, *lines)]))
+    made.tensors_required, made.always = len(lines), always
     return made
 
 

@@ -89,7 +89,9 @@ class Generating:
         watched = Watched(ticket, streamer, stop, self._config)
         try:
             if self._batch is not None:
-                return self._batch.generate(given["input_ids"], given["generation_config"], ticket, watched, stop)
+                return self._batch.generate(
+                    given["input_ids"], given["generation_config"], ticket, watched, stop, each=streamer is not None
+                )
             if ticket.seed is not None:
                 torch.manual_seed(ticket.seed)
             criteria = StoppingCriteriaList([] if stop is None else [stop])

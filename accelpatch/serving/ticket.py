@@ -23,7 +23,7 @@ class Ticket:
     those of time.monotonic(), None until then. tokens: generated so far. batched:
     whether it is answered together with others.
 
-    The thread that generates writes started, first_token and tokens; the event loop writes the rest.
+    The threads that generate write started, first_token and tokens; the event loop writes the rest.
     """
 
     asked: Mapping[str, Any]
@@ -46,10 +46,14 @@ class Ticket:
         if time.monotonic() > self.arrived + self.seconds:
             raise TimeOver(f"the request took longer than the {self.seconds:g} s that this server allows")
 
-    def token(self, count: int) -> None:
-        """Count new tokens, and note when the first came."""
+    def came(self) -> None:
+        """Note when the first token came."""
         if self.first_token is None:
             self.first_token = time.monotonic()
+
+    def token(self, count: int) -> None:
+        """Count new tokens, and note when the first came."""
+        self.came()
         self.tokens += count
 
 

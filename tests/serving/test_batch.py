@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import GenerationConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 import accelpatch
 from accelpatch.fusion.native_rows import logits_of_rows
 from accelpatch.runtime.continuous import step
-from accelpatch.serving.batch import PAGE, Batch
+from accelpatch.serving.batch import PAGE, Batch, Router, Waiting
 from accelpatch.serving.ticket import HungUp, Ticket
 from tests.support.serving import NAME, Running, running
 from tests.support.tiny import CAUSAL
@@ -80,6 +81,23 @@ def test_an_answer_that_nobody_takes_is_cancelled() -> None:
         batch.generate(torch.tensor([[5, 6, 7]]), config, Ticket({}, 60.0), Gone())
     batch.stop()  # when all requests are answered
     assert sum(model.accelpatch.report().paths.values()) < most
+
+
+def test_a_whole_answer_wakes_its_thread_once() -> None:
+    """With the time of its first token; and before, where its client is gone."""
+    tickets = [Ticket({}, 60.0) for _ in range(3)]
+    streamed, whole, gone = (Waiting(ticket, each) for ticket, each in zip(tickets, (True, False, False), strict=True))
+    router = Router({"streamed": streamed, "whole": whole, "gone": gone})
+    tickets[2].hung_up = True
+    names = ("streamed", "whole", "gone", "nobody")
+    made: Any = {"generated_tokens": [5], "status": RequestStatus.DECODING}
+    router.deliver_batch([GenerationOutput(name, **made) for name in names])
+    assert [one.get(0.0) is None for one in (streamed, whole, gone)] == [False, True, False]
+    assert all(ticket.first_token is not None for ticket in tickets)
+    router.deliver(GenerationOutput("whole", status=RequestStatus.FINISHED))
+    assert whole.get(0.0).is_finished()
+    router.deliver(GenerationOutput("whole", error="no room", status=RequestStatus.FAILED))
+    assert whole.get(0.0).error == "no room"
 
 
 def test_the_manager_ends_with_the_server(folder: Path) -> None:

@@ -63,14 +63,22 @@ def test_rows_of_one_step(captured: bool, monkeypatch: pytest.MonkeyPatch) -> No
     requests = [_request(one, place) for place, one in enumerate(given)]
     if captured:
         monkeypatch.setattr(_Drawn, "_of_some", _Drawn._of_all)
-    together = _applied(processors(20), scores, requests)
+    together = _applied(processors(20, always=True), scores, requests)
     assert torch.equal(together[1], scores[1])
     for row, request in enumerate(requests):
-        alone = _applied(processors(20), scores[row : row + 1], [request])
+        alone = _applied(processors(20, always=True), scores[row : row + 1], [request])
         assert torch.equal(together[row], alone[0])
     tokens = together.argmax(-1)
     assert int(tokens[1]) == int(scores[1].argmax())
     assert all(int(token) in scores[row].topk(20).indices for row, token in enumerate(tokens))
+
+
+@pytest.mark.parametrize("always", [False, True], ids=["on a CPU", "in a graph"])
+def test_a_step_without_draws_is_left_as_it_is(always: bool) -> None:
+    ours, storage = processors(20, always), torch.zeros(3, 4, dtype=torch.int32)
+    for draw in (None, Draw(0.9, 1.0, 5), None):
+        ours.prepare_tensor_args([_request(draw, 0)], storage)
+        assert ours.do_processing is (always or draw is not None)
 
 
 def _request(draw: Draw | None, position: int) -> Any:

@@ -244,7 +244,8 @@ int ap_pages_run(const ap_pages* a, int threads) {
     }
     threads = useful(threads < 1 ? 1 : threads, total * a->heads * a->d);
     const int64_t partial = a->batch * a->heads * runs * round_up(a->d + 2, 16);
-    auto* room = static_cast<float*>(memory.at_least((partial + threads * 2 * 64 * a->d) * 4));
+    const int64_t own = 2 * 64 * a->d + a->heads / a->kv_heads * round_up(a->d + 2, 16);
+    auto* room = static_cast<float*>(memory.at_least((partial + threads * own) * 4));
     if (!room) return AP_NO_MEMORY;
     PagesCall call = {*a, runs, room, room + partial};
     pool_run(threads, chosen_kernels().pages, &call, POOL_GUEST);

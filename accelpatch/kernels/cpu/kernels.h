@@ -46,9 +46,9 @@ struct AttentionCall {
 
 struct PagesCall {
     ap_pages a;
-    int64_t runs;     // of the longest row
-    float* partial;   // [batch, heads, runs, run_floats]
-    float* gathered;  // [threads, 2, kRun, d]
+    int64_t runs;    // of the longest row
+    float* partial;  // [batch, heads, runs, run_floats]
+    float* own;      // of each thread: keys and values [2, kRun, d] of a run, and a lone run's [group, run_floats]
 };
 
 struct StoredCall {

@@ -187,7 +187,9 @@ inline void store_panel(const Weight& w, int64_t b, const float* tile, int64_t m
     const int64_t first = b * kBlockRows, left = w.w.n - first, rows = left < kPanelRows ? left : kPanelRows;
     for (int64_t t = 0; t < m; t++) {
         float* to = y + t * y_stride + first;
-        memcpy(to, tile + t * kPanelRows, static_cast<size_t>(rows) * 4);
+        const float* from = tile + t * kPanelRows;
+        if (rows == kPanelRows) memcpy(to, from, kPanelRows * 4);  // of a size that the compiler knows: no call
+        else memcpy(to, from, static_cast<size_t>(rows) * 4);
         for (int64_t row = 0; row < rows && w.w.bias; row++) to[row] += w.w.bias[first + row];
     }
 }

@@ -26,6 +26,11 @@ def is_paged(given: Mapping[str, Any]) -> bool:
     return isinstance(cache, PagedAttentionCache) and not isinstance(cache, PagedCache)
 
 
+def longest(given: Mapping[str, Any]) -> int:
+    """The most new tokens of a text in a call over pages, or more."""
+    return int(given.get("max_length_q") or given.get("max_seqlen_q") or given["input_ids"].shape[-1])
+
+
 def why_not(given: Mapping[str, Any]) -> str | None:
     """Why a call over pages needs transformers' own attention; None where this package's can run it."""
     if given.get("block_table") is not None:
@@ -39,11 +44,11 @@ def paged_cache(given: Mapping[str, Any]) -> PagedCache:
     """The PagedCache of a call for which `why_not` has no reason."""
     cache: Any = given[PAGED_CACHE]
     queries, read, write = given[QUERIES], given[READ], given[WRITE]
-    longest = int(given.get("max_length_q") or given.get("max_seqlen_q") or given["input_ids"].shape[-1])
+    most = longest(given)
     kinds = _kinds(cache)
     keys = given[KEYS]
     groups = [
-        PagedRows(queries, keys[kind] if isinstance(keys, Mapping) else keys, index, places, longest)
+        PagedRows(queries, keys[kind] if isinstance(keys, Mapping) else keys, index, places, most)
         for kind, index, places in zip(kinds, read, write, strict=True)
     ]
     return PagedCache(_pages_of(cache), groups)

@@ -26,7 +26,7 @@ from accelpatch.runtime import chunked_loss
 from accelpatch.runtime.cache_contents import OWN_CACHE
 from accelpatch.runtime.code_watch import CODE, CodeWatch
 from accelpatch.runtime.compiled import with_static_cache
-from accelpatch.runtime.continuous.pages import is_paged
+from accelpatch.runtime.continuous.pages import is_paged, longest
 from accelpatch.runtime.continuous.step import outputs as over_pages
 from accelpatch.runtime.cpu.native_step import NativeRuntime
 from accelpatch.runtime.cpu.torch_threads import all_threads, one_thread
@@ -232,10 +232,11 @@ def _stepping(cls: Any) -> Any:
             return cls.forward(self, *args, **kwargs)
         if runtime is None:
             return cls.forward(self, *args, **kwargs)
-        with runtime.code:
-            given = arguments(cls.forward, args, kwargs)
-            if given is not None and is_paged(given):
-                outputs = over_pages(runtime, cls.forward, self, given)
+        given = arguments(cls.forward, args, kwargs)
+        paged = given if given is not None and is_paged(given) else None
+        with runtime.code.step() if paged is not None and longest(paged) == 1 else runtime.code:
+            if paged is not None:
+                outputs = over_pages(runtime, cls.forward, self, paged)
                 if outputs is not None:
                     return outputs
             packing = None if given is None else runtime.packing(self, given)

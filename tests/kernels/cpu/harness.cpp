@@ -182,7 +182,9 @@ static void pages() {
     Owned o;
     int64_t index[400], starts[4], ends[4];
     for (int64_t& one : index) one = pick(0, tokens - 1);
-    for (int64_t b = 0; b < batch; b++) starts[b] = pick(0, 398), ends[b] = pick(starts[b] + 1, 400);
+    for (int64_t b = 0; b < batch; b++) {  // rows of a prompt begin at one place
+        starts[b] = b && pick(0, 1) ? starts[b - 1] : pick(0, 398), ends[b] = pick(starts[b] + 1, 400);
+    }
     ap_pages a = {floats(o, batch * heads * d), floats(o, tokens * kv_heads * d), floats(o, tokens * kv_heads * d),
         floats(o, batch * heads * d), index, starts, ends, batch, heads, kv_heads, d, tokens, 0.1f,
         pick(0, 1) ? 30.0f : 0.0f, pick(0, 1) ? floats(o, heads) : nullptr};

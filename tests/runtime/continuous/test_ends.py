@@ -15,7 +15,9 @@ import torch
 import accelpatch
 from accelpatch.errors import PatchError
 from accelpatch.kernels.cpu.openmp import openmp
-from accelpatch.runtime.code_watch import CodeWatch
+from accelpatch.runtime import code_watch
+from accelpatch.runtime.code_watch import CODE, CodeWatch
+from accelpatch.runtime.continuous.step import CONTINUOUS
 from tests.runtime.continuous.test_families import NEW, agrees, options
 from tests.runtime.continuous.test_requests import ASKED, made, tokens
 
@@ -130,6 +132,27 @@ def test_calls_one_after_another_do_not_keep_a_manager_waiting() -> None:
     for thread in (*threads, begin):
         thread.join()
     assert not waits
+
+
+def test_steps_without_a_prompt_do_not_look_at_code_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, look = list[CodeWatch](), CodeWatch.look
+    monkeypatch.setattr(CodeWatch, "look", lambda self: (looks.append(self), look(self))[1])
+    monkeypatch.setattr(code_watch, "LOOKED", 600.0)
+    model = made("exact")
+    code = vars(model)[CODE]
+    with code.step():
+        before = len(looks)
+    with code.step():
+        assert len(looks) == before, "it has just looked"
+    with code:
+        assert len(looks) == before + 1
+    code._looked -= 600.0
+    with code.step():
+        assert len(looks) == before + 2
+    del looks[:]
+    model.generate_batch(ASKED, **options())
+    steps = sum(count for path, count in model.accelpatch.report().paths.items() if path.startswith(CONTINUOUS))
+    assert 1 <= len(looks) < steps
 
 
 @pytest.mark.skipif(openmp() is None, reason="torch's OpenMP runtime is not found")

@@ -14,6 +14,7 @@ y is zero, and they are written where write says. Sources: Kwon et al. 2023, "Pa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import byref
 
 import torch
@@ -137,16 +138,17 @@ def by_cpu(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scaling: float, window: int = 0,
     softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The implementation `cpu`: one native call for all texts with one new token, the attention of prompts for each
-    other text."""
-    single = rows.single
-    if whole := single is not None and len(single[0]) == len(q):
+    """The implementation `cpu`: one native call for all texts with one new token and for short prompts, the attention
+    of prompts for each other text. Under a window a prompt may write over what it reads: none is short then."""
+    some = rows.single if window else rows.short
+    if whole := some is not None and len(some[0]) == len(q):
         y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     else:
-        y = _prompts(q, k, v, keys, values, rows, scaling, window, softcap, sinks)
+        others = [text for text in rows.texts if text.last - text.first > 1 and (window or not text.is_short)]
+        y = _prompts(q, k, v, keys, values, rows, scaling, window, softcap, sinks, others)
     _write_(k, v, keys, values, rows)
-    if single is not None:
-        own, index, starts, ends = single
+    if some is not None:
+        own, index, starts, ends = some
         queries = (q if whole else q[own]).contiguous()
         out = y if whole else torch.empty_like(queries)
         starts = starts if not window else torch.maximum(starts, ends - window)
@@ -167,21 +169,20 @@ def by_torch(
     softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The implementation `torch`: the attention of prompts for each text; waits for the device."""
-    y = _prompts(q, k, v, keys, values, rows, scaling, window, softcap, sinks, least=1)
+    y = _prompts(q, k, v, keys, values, rows, scaling, window, softcap, sinks, rows.texts)
     _write_(k, v, keys, values, rows)
     return y
 
 
 def _prompts(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, scaling: float, window: int,
-    softcap: float, sinks: Tensor | None, least: int = 2,
+    softcap: float, sinks: Tensor | None, texts: Sequence[Text],
 ) -> Tensor:  # fmt: skip
-    """y, in which the texts with at least so many new tokens are filled in, and all else is zero."""
+    """y, in which these texts are filled in, and all else is zero."""
     y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    for text in rows.texts:
-        if text.last - text.first >= least:
-            part = _of_text(q, k, v, keys, values, rows, text)
-            y[text.first : text.last] = flash_attention(*part, None, None, sinks, True, window, softcap, scaling)[0]
+    for text in texts:
+        part = _of_text(q, k, v, keys, values, rows, text)
+        y[text.first : text.last] = flash_attention(*part, None, None, sinks, True, window, softcap, scaling)[0]
     return y
 
 

@@ -47,6 +47,8 @@ CALLS = {
     "steps": Call((1, 1, 1, 1), (0, 5, 63, 130)),
     "prompts": Call((7, 33, 1), (0, 0, 0)),
     "mixed": Call((1, 20, 1, 3), (70, 9, 2, 64), 6, 1, 24),
+    "runs of a prompt": Call((70, 2, 1), (30, 63, 64), 6, 2),
+    "a long text": Call((20, 3, 1), (250, 9, 2)),
     "window": Call((1, 12, 1), (40, 7, 3), window=9),
     "ring": Call((1, 30, 5), (8, 8, 8), window=9, ring=True),
     "softcap": Call((1, 4), (70, 3), 9, 3, 64, softcap=5.0),
@@ -111,6 +113,15 @@ def test_native(call: Call) -> None:
     args = made(call)
     assert dispatch.choose(paged_attention.OP, paged_attention.spec(*args), devices.probe("cpu")) == "cpu"
     check(by_cpu, args, sum(call.new))
+
+
+@native
+def test_prompts_by_the_native_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    long, prompts = [], paged_attention._prompts
+    monkeypatch.setattr(paged_attention, "_prompts", lambda *args: (long.extend(args[-1]), prompts(*args))[1])
+    for name in ("prompts", "a long text"):
+        by_cpu(*made(CALLS[name]))
+    assert [(one.last - one.first, one.past) for one in long] == [(20, 250)]
 
 
 @pytest.mark.parametrize("name", CALLS)
