@@ -42,7 +42,7 @@ TOPICS = {
     "gemv": "Time the HIP products of 1 to 8 tokens beside their peers.",
     "gemm_search": "Compare the search of `tune hipblaslt` with a sweep of all choices.",
     "adapters": "Time decoding with LoRA adapters beside the same without them.",
-    "train": "Time a step of LoRA training beside PEFT in bf16 and bitsandbytes.",
+    "train": "Time a step of LoRA training beside PEFT unpatched and on bitsandbytes.",
     "compiled": "Time models of no known family with torch.compile and without.",
     "continuous": "Time many requests at once through generate_batch.",
     "serve": "Load a server with many users, beside transformers' own server.",
@@ -54,7 +54,7 @@ ON_GPUS = ("gemv", "gemm_search", "tensor_parallel")  # which have no --device
 
 #: topic -> its module, where that has another name
 MODULES = dict.fromkeys(("prompt", "opt", "families"), "recipes")
-MODULES |= dict.fromkeys(("patch", "start", "checkpoint", "checks", "train"), "preparation")
+MODULES |= dict.fromkeys(("patch", "start", "checkpoint", "checks"), "preparation")
 MODULES |= dict.fromkeys(("paths", "encoder_decoder", "multimodal", "compiled"), "calls") | {"kv_cache": "attention"}
 MODULES |= dict.fromkeys(("lookup", "drafts"), "speculation")
 

@@ -189,9 +189,9 @@ def test_small_sizes_of_prompt_lookup_and_of_training(
 ) -> None:
     assert run("bench.py", "lookup", "--tiny", "--recipes", "int8", "--cases", "copying", "--repeats", "1") == 0
     monkeypatch.syspath_prepend(str(ROOT))
-    from scripts.benchmarks import preparation
+    from scripts.benchmarks import train
 
-    monkeypatch.setattr(preparation, "find_spec", lambda name: None)
+    monkeypatch.setattr(train, "find_spec", lambda name: None)
     assert run("bench.py", "train", "--tiny", "--engines", "bitsandbytes") == 0
     assert "bitsandbytes is not installed: left out" in capsys.readouterr().out
 

@@ -20,7 +20,6 @@ from accelpatch.modules.autocast import autocast
 from accelpatch.modules.quantized_linear import QuantizedLinear
 
 WRAPPER = ("peft.tuners.lora.layer", "Linear")
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class AdaptsLinear:
@@ -73,7 +72,8 @@ def _takes(base: Any, x: Tensor) -> bool:
 def _unwatched(module: nn.Module) -> bool:
     """Whether a module has no hooks, of its own or of all modules."""
     everywhere = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
-    return not everywhere and not any(getattr(module, hooks) for hooks in HOOKS)
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return not (everywhere or forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 def wrappers_in(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:

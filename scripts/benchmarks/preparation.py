@@ -1,4 +1,4 @@
-"""Topics beside decoding: patches, first tokens, saving and loading, checks before each call, and steps of training."""
+"""Topics beside decoding: patches, first tokens, saving and loading, and checks before each call."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ import tempfile
 import timeit
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 import accelpatch
 from accelpatch import api
-from accelpatch.bench.timing import measure, once, synchronize
+from accelpatch.bench.timing import once, synchronize
 from accelpatch.models import load as loading
 from accelpatch.patching.extent import LEVELS
 from accelpatch.runtime.code_watch import CODE
@@ -184,61 +182,6 @@ def checks(asked: argparse.Namespace) -> Found:
     return {"rows": table(rows, f"{asked.layers} layers, {modules} modules, fastest of {asked.repeats} rounds")}
 
 
-def in_bitsandbytes(model: Any) -> Any:
-    """`model` with bitsandbytes' nf4 in its linear layers but the head, as its QLoRA configuration has them."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    for name, layer in list(model.named_modules()):
-        if type(layer) is torch.nn.Linear and not name.endswith("lm_head"):
-            options: Any = {"compute_dtype": layer.weight.dtype, "compress_statistics": True, "quant_type": "nf4"}
-            packed = Linear4bit(layer.in_features, layer.out_features, bias=False, device="meta", **options)
-            packed.weight = Params4bit(layer.weight.data.cpu(), False, compress_statistics=True, quant_type="nf4")
-            model.set_submodule(name, packed.to(next(model.parameters()).device))
-    return model
-
-
-def step_of(model: Any) -> Callable[[Tensor], None]:
-    """One step over ids[B, L], of a model that gets adapters here."""
-    from peft import LoraConfig, get_peft_model
-
-    model.config.use_cache = False
-    model.enable_input_require_grads()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    adapted = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")).train()
-    some = [one for one in adapted.parameters() if one.requires_grad]
-    optimizer = torch.optim.AdamW(some, lr=1e-4)
-
-    def step(ids: Tensor) -> None:
-        adapted(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def train(asked: argparse.Namespace) -> Found:
-    """A row for each engine and case; each engine has its model anew, so that the memory is its own."""
-    device, printed = torch.device(asked.device), Table(f"{asked.model}, LoRA of rank 16, gradient checkpointing")
-    for engine in asked.engines:
-        if engine == "bitsandbytes" and find_spec(engine) is None:
-            print(f"{engine} is not installed: left out", flush=True)
-            continue
-        model = random_model(asked)
-        if engine != "bf16":
-            model = in_bitsandbytes(model) if engine == "bitsandbytes" else accelpatch.patch(model, engine)
-        step, weights = step_of(model), allocated(device)
-        for case in asked.cases:
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
-            timed = measure(partial(step, case.ids(model)), device=device, repeats=asked.repeats, warmup=2)
-            printed.add({"engine": engine, "sequences": f"{case.batch}x{case.prompt}", "step, ms": 1e3 * timed.median,
-                         "spread": timed.spread, "weights, GB": weights,
-                         "peak, GB": allocated(device, peak=True)})  # fmt: skip
-        del model, step
-        freed()
-    return {"rows": printed.rows}
-
-
 TOPICS = {
     "patch": Topic(
         "Seconds that patch() takes at each level of verification, and its stages: medians, and the ends.",
@@ -273,14 +216,5 @@ TOPICS = {
         (Option("layers", 32, "Decoder layers of the model."),
          Option("repeats", 11, "Rounds, of which the fastest counts.")),
         checks,
-    ),
-    "train": Topic(
-        "A training step of LoRA adapters (PEFT, rank 16, all linear layers, gradient checkpointing).\n\n"
-        "A step is the forward and backward pass of random ids and AdamW over the adapters. Memory is that of the\n"
-        "weights before the first step, and the peak over all steps of a case.",
-        (*common(model="llama2-7b", device="cuda", dtype="bfloat16", repeats=5),
-         cases([Case(1, 512, 1), Case(1, 2048, 1), Case(4, 2048, 1)]), TINY,
-         Option("engines", ["bf16", "bitsandbytes", "train", "int8"], "Bf16, bitsandbytes' nf4, or recipes.")),
-        train,
     ),
 }  # fmt: skip

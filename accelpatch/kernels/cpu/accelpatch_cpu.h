@@ -33,7 +33,14 @@ enum {
     AP_Q6_K = 6,
     AP_INT3 = 7
 }; /* kinds of a weight */
-enum { AP_MAX_BATCH = 8, AP_MAX_THREADS = 64, AP_ROWS = 16, AP_MAX_EXPERTS = 1024, AP_MAX_CHOSEN = 64 };
+enum {
+    AP_MAX_BATCH = 8,
+    AP_MAX_THREADS = 64,
+    AP_ROWS = 16,
+    AP_COLUMNS = 32,
+    AP_MAX_EXPERTS = 1024,
+    AP_MAX_CHOSEN = 64
+};
 
 /* A weight. AP_DENSE: data is float32 [n, k]. The others: data is a pack (see layout.h).
  * group: how many k share a scale: k itself (one scale a row), or a multiple of 16 that divides k; 32 of AP_Q4_K, 16 of
@@ -112,6 +119,10 @@ int ap_linear_run(
 /* The same for many tokens, in float32: the weight, which is packed, is made float once for all of them. */
 int ap_panels_run(
     const ap_linear* w, const float* x, int64_t m, int64_t x_stride, float* y, int64_t y_stride, int threads);
+/* dx = dy @ w, the gradient of x, in float32; k in the pack's order of columns. dx_stride: a multiple of AP_COLUMNS
+ * that holds k; what lies behind k in its rows is written too. */
+int ap_gradient_run(
+    const ap_linear* w, const float* dy, int64_t m, int64_t dy_stride, float* dx, int64_t dx_stride, int threads);
 /* y = x @ w.T + bias of a weight as it is stored, for at most AP_MAX_STORED tokens, in float32. */
 int ap_stored_run(
     const ap_stored* w, const float* x, int64_t m, int64_t x_stride, float* y, int64_t y_stride, int threads);

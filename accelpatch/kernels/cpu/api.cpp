@@ -80,6 +80,9 @@ thread_local Memory memory;
 constexpr int64_t kTokens =
     4096;  // that a panel meets before it is made anew: what a thread keeps for them stays small
 
+// Columns of a gradient that a thread computes at a time: as many as its rows of the weight stay in a core's cache.
+constexpr int64_t kColumns = 1024;
+
 // A thread for each piece of work that is worth waking one for.
 int useful(int threads, int64_t bytes) { return bytes < 32768 ? 1 : threads; }
 
@@ -157,6 +160,21 @@ int ap_panels_run(
             room, room + panels};
         pool_run(threads, chosen_kernels().panels, &call, POOL_GUEST);
     }
+    return AP_OK;
+}
+
+int ap_gradient_run(
+    const ap_linear* w, const float* dy, int64_t m, int64_t dy_stride, float* dx, int64_t dx_stride, int threads) {
+    if (!w || !readable(*w) || w->kind == AP_DENSE || w->kind == AP_W8A8 || m < 0) return AP_BAD_ARGUMENT;
+    if (m == 0) return AP_OK;
+    if (!dy || !dx || dx_stride % AP_COLUMNS || dx_stride < w->k || (m > 1 && dy_stride < w->n)) return AP_BAD_ARGUMENT;
+    threads = useful(threads < 1 ? 1 : threads, w->n * w->k * m);
+    const int64_t each = round_up((w->k + threads - 1) / threads, AP_COLUMNS);
+    const int64_t columns = each < kColumns ? each : kColumns;
+    auto* room = static_cast<float*>(memory.at_least(threads * chosen_kernels().gradient_floats(columns) * 4));
+    if (!room) return AP_NO_MEMORY;
+    GradientCall call = {w, dy, m, dy_stride, dx, dx_stride, columns, room};
+    pool_run(threads, chosen_kernels().gradient, &call, POOL_GUEST);
     return AP_OK;
 }
 

@@ -24,6 +24,16 @@ struct PanelsCall {
     float* ordered;  // [m, k], where the weight has an order
 };
 
+struct GradientCall {
+    const ap_linear* w;
+    const float* dy;
+    int64_t m, dy_stride;
+    float* dx;
+    int64_t dx_stride;
+    int64_t columns;  // of dx that a thread computes at a time
+    float* room;      // gradient_floats of each thread
+};
+
 struct NormCall {
     const float *x, *residual, *weight;
     float *y, *sum;
@@ -75,7 +85,8 @@ struct StepCall {
 struct Kernels {
     int64_t (*activation_bytes)(int64_t tokens, int64_t k, bool ordered);
     int64_t (*panel_floats)(int64_t tokens);
-    Job linear, w8a8, panels, norm, gated, attention, pages, step, stored;
+    int64_t (*gradient_floats)(int64_t columns);
+    Job linear, w8a8, panels, gradient, norm, gated, attention, pages, step, stored;
     void (*gather)(const ap_linear* w, const int64_t* ids, int64_t count, float* rows);
     void (*rope)(float* x, const float* cos, const float* sin, int64_t m, int64_t heads, int64_t d);
 };

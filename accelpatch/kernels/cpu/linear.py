@@ -8,7 +8,19 @@ import torch
 from torch import Tensor
 
 from accelpatch.errors import KernelError
-from accelpatch.kernels.cpu.native_library import DTYPES, INT4, INT8, PLAIN, W8A8, check, isa, native, pointer, threads
+from accelpatch.kernels.cpu.native_library import (
+    COLUMNS,
+    DTYPES,
+    INT4,
+    INT8,
+    PLAIN,
+    W8A8,
+    check,
+    isa,
+    native,
+    pointer,
+    threads,
+)
 from accelpatch.kernels.layouts.cpu_pack import Pack
 
 #: code path -> rows of x from which `by_panels` is faster than `linear` (VNNI stays faster for longer)
@@ -58,6 +70,18 @@ def by_panels(x: Tensor, pack: Pack) -> Tensor:
     status = native().ap_panels_run(byref(struct), pointer(rows), rows.shape[0], stride, pointer(y), pack.n, threads())
     check(status, f"x of shape {list(x.shape)}")
     return y.to(x.dtype)
+
+
+def input_gradient(dy: Tensor, pack: Pack) -> Tensor:
+    """dx[..., K] = dy[..., N] @ weight in dy's dtype, summed in float32; each weight is dequantised once a call."""
+    rows, struct = dy.reshape(-1, pack.n).to(torch.float32).contiguous(), pack.struct()
+    made = torch.empty(rows.shape[0], -(-pack.k // COLUMNS) * COLUMNS, **PLAIN)
+    given = (pointer(rows), rows.shape[0], pack.n, pointer(made), made.shape[1], threads())
+    check(native().ap_gradient_run(byref(struct), *given), f"a gradient of shape {list(dy.shape)}")
+    dx = made[:, : pack.k]
+    if pack.order is not None:
+        dx = torch.empty_like(dx).index_copy_(1, pack.order.long(), dx)
+    return dx.to(dy.dtype).reshape(*dy.shape[:-1], pack.k)
 
 
 def _rows(x: Tensor, pack: Pack) -> tuple[Tensor, int]:

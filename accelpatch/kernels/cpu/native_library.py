@@ -25,7 +25,7 @@ ISAS = ("portable", "avx2", "avx512", "dotprod")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 EXPERT_ACTIVATIONS = ACTIVATIONS | {"clamped_swiglu": 4}
-MAX_BATCH, MAX_THREADS, ROWS, MAX_EXPERTS, MAX_CHOSEN = 8, 64, 16, 1024, 64
+MAX_BATCH, MAX_THREADS, ROWS, COLUMNS, MAX_EXPERTS, MAX_CHOSEN = 8, 64, 16, 32, 1024, 64
 MAX_STORED = 64  # rows of x beside a weight that is read as it is stored
 _REASONS = {
     1: "its arguments do not fit together",
@@ -161,6 +161,7 @@ SIGNATURES = {
     "ap_linear_run": (c_int, (_LINEAR, _P, c_int64, c_int64, _P, c_int64, c_int, c_int)),
     "ap_gather": (c_int, (_LINEAR, _P, c_int64, _P)),
     "ap_panels_run": (c_int, (_LINEAR, _P, c_int64, c_int64, _P, c_int64, c_int)),
+    "ap_gradient_run": (c_int, (_LINEAR, _P, c_int64, c_int64, _P, c_int64, c_int)),
     "ap_stored_run": (c_int, (POINTER(Stored), _P, c_int64, c_int64, _P, c_int64, c_int)),
     "ap_stored_values": (c_int, (POINTER(Stored), _P, c_int)),
     "ap_rmsnorm": (c_int, (_P, _P, _P, c_float, c_int64, c_int64, _P, _P, c_int)),

@@ -160,28 +160,6 @@ inline void panel_product(
     }
 }
 
-// `rows` rows of the weight from block b on, at most a panel's, as gather_row() gives them: the same bits, with k in
-// the order of the columns.
-inline void gather_panel(const Weight& w, int64_t b, int64_t rows, float* out) {
-    constexpr int64_t kDeep = 64, kLine = 16;  // k of a panel here, which then stays in the first cache; a line of k
-    static_assert(kPanelDepth % kDeep == 0 && kDeep % kLine == 0, "groups begin where they do in a whole panel");
-    float panel[(kDeep + 8) * kPanelRows];
-    for (int64_t first = 0; first < w.w.k; first += kDeep) {
-        const int64_t last = first + kDeep < w.w.k ? first + kDeep : w.w.k;
-        panel_rows(w, b, first, last, panel);
-        for (int64_t k = first; k < last; k += kLine) {
-            const float* from = panel + (k - first) * kPanelRows;
-            for (int64_t row = 0; row < rows; row++) {
-                float* to = out + row * w.w.k + k;
-                if (last - k >= kLine)
-                    for (int64_t i = 0; i < kLine; i++) to[i] = from[i * kPanelRows + row];
-                else
-                    for (int64_t i = 0; i < last - k; i++) to[i] = from[i * kPanelRows + row];
-            }
-        }
-    }
-}
-
 // Those of the rows that there are, with their bias, into y[m, n].
 inline void store_panel(const Weight& w, int64_t b, const float* tile, int64_t m, float* y, int64_t y_stride) {
     const int64_t first = b * kBlockRows, left = w.w.n - first, rows = left < kPanelRows ? left : kPanelRows;

@@ -131,6 +131,10 @@ static void products() {
     const auto* from = reinterpret_cast<const float*>(x.tail);
     require(
         ap_panels_run(&o.w, from, m, x_stride, wide.tail, y_stride, static_cast<int>(pick(1, 3))) == AP_OK, "panels");
+    const int64_t dx_stride = (o.w.k + AP_COLUMNS - 1) / AP_COLUMNS * AP_COLUMNS;
+    require(ap_gradient_run(&o.w, wide.tail, m, y_stride, floats(o, m * dx_stride), dx_stride,
+                static_cast<int>(pick(1, 3))) == AP_OK,
+        "gradient");
 }
 
 // A weight as a checkpoint stores it, in exactly its bytes.

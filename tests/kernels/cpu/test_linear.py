@@ -198,14 +198,17 @@ def test_panels_multiply_the_rows_that_gather_gives(format_: str, k: int) -> Non
 @pytest.mark.parametrize("k", [64, 102, 192, 200, 513, 1088])
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.usefixtures("isa")
-def test_rows_one_after_the_other_are_gathered_to_the_bit(format_: str, k: int) -> None:
-    """Such rows are made in panels, and others, here from the last to the first, each by itself."""
-    for n in (37, 64, 9):
+def test_the_gradient_of_the_input_multiplies_the_rows_that_gather_gives(format_: str, k: int) -> None:
+    """Of a row of y alone it is that row of the weight, to the bit."""
+    for n in (37, 130, 9):
         _, *weight, _ = canonical(format_, *size_for(format_, 1, n, k))
         made = packed(format_, *weight)
-        each = linear.gather(made, torch.arange(n - 1, -1, -1)).flip(0)
-        for first, last in ((0, n), (3, n), (16, min(n, 29)), (32, n), (0, 7)):
-            assert torch.equal(linear.gather(made, torch.arange(first, max(first, last))), each[first:last])
+        rows = linear.gather(made, torch.arange(n))
+        assert torch.equal(linear.input_gradient(torch.eye(n), made), rows)
+        for m in (0, 1, 11, 29):
+            dy = torch.randn(m, n + 3, generator=torch.Generator().manual_seed(m))[:, :n]  # with gaps between them
+            due = dy.double() @ rows.double()
+            torch.testing.assert_close(linear.input_gradient(dy, made).double(), due, rtol=1e-5, atol=5e-5)
 
 
 def test_gather_is_what_torch_dequantises() -> None:

@@ -25,6 +25,8 @@ from accelpatch.kernels.ops.linear import common
 CPU_BLOCK = 1 << 20
 #: (start, stop, dtype) -> rows start .. stop - 1 of a weight, [stop - start, K], columns in the order of the inputs
 Rows = Callable[[int, int, torch.dtype], Tensor]
+#: (dy, weight) -> dy @ w by one kernel; None for what it does not take
+Native = Callable[[Tensor, Any], Tensor | None]
 
 
 def of_rows(weight: RowMajor, dense: common.Dense) -> Rows:
@@ -37,8 +39,9 @@ def of_rows(weight: RowMajor, dense: common.Dense) -> Rows:
 
 
 def differentiate(
-    operation: Operation[Tensor], layout: Callable[..., Any], rows: Callable[[Any], Rows], *, trains: bool = False
-) -> None:
+    operation: Operation[Tensor], layout: Callable[..., Any], rows: Callable[[Any], Rows], *, trains: bool = False,
+    native: Native = lambda dy, weight: None,
+) -> None:  # fmt: skip
     """Give a linear operation its gradient.
 
     layout: makes the weight of the operation's arguments between x and the bias. rows: of such a weight. trains:
@@ -49,8 +52,7 @@ def differentiate(
     bias = list(inspect.signature(operation.function).parameters).index("bias")  # its place; a name may follow it
 
     def of_input(dy: Tensor, *args: Any) -> Tensor:
-        held = layout(*args[: bias - 1])
-        return _input_gradient(dy, rows(held), held.n, held.k)
+        return _input_gradient(dy, layout(*args[: bias - 1]), rows, native)
 
     def fake(dy: Tensor, *args: Any) -> Tensor:
         return dy.new_empty((*dy.shape[:-1], layout(*args[: bias - 1]).k))
@@ -87,7 +89,12 @@ def _kept(trains: bool, needed: tuple[bool, ...], place: int) -> bool:
     return place > 0 or (trains and needed[1])
 
 
-def _input_gradient(dy: Tensor, rows: Rows, n: int, k: int) -> Tensor:
+def _input_gradient(dy: Tensor, weight: Any, rows: Callable[[Any], Rows], native: Native) -> Tensor:
+    made = native(dy, weight)
+    return _by_row_blocks(dy, rows(weight), weight.n, weight.k) if made is None else made
+
+
+def _by_row_blocks(dy: Tensor, rows: Rows, n: int, k: int) -> Tensor:
     """dy[..., N] @ w[N, K] in dy's dtype, summed over blocks of N in float32 or wider."""
     cpu = dy.device.type == "cpu"
     wide = torch.promote_types(dy.dtype, torch.float32)

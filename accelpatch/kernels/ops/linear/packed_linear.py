@@ -168,20 +168,17 @@ packed_linear.register_fake(lambda x, data, kind, n, *rest: x.new_empty((*x.shap
 
 
 def _rows(pack: Pack) -> gradient.Rows:
-    """The rows of the weight: in float32 by the native library, in another dtype of the unpacked codes."""
-    held: list[RowMajor] = []
-
-    def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        if dtype == torch.float32 and pack.order is None:
-            return cpu_linear.gather(pack, torch.arange(start, stop))
-        if not held:
-            held.append(pack.canonical())
-        return _dense(held[0].at(slice(start, stop)), dtype)[0]
-
-    return rows
+    """The rows of the weight, of the unpacked codes."""
+    weight = pack.canonical()
+    return gradient.of_rows(weight, DECODERS[type(weight)])
 
 
-gradient.differentiate(packed_linear, Pack, _rows)
+def _native_gradient(dy: Tensor, pack: Pack) -> Tensor | None:
+    """By the native library, which computes in float32."""
+    return cpu_linear.input_gradient(dy, pack) if dy.dtype in NARROW else None
+
+
+gradient.differentiate(packed_linear, Pack, _rows, native=_native_gradient)
 
 
 @operation("packed_embedding")
