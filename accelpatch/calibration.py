@@ -1,4 +1,4 @@
-"""Calibration: texts run through a model, and what the sites of a plan are built with comes of it."""
+"""Calibration: texts run through a model, and yield the statistics with which the sites of a plan are built."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from accelpatch.replacers.smoothing import site_statistics
 from accelpatch.replacers.stored import known
 
 OUTPUTS = ("q_proj", "k_proj", "v_proj")  # roles whose outputs may get static scales too
-MOST = 4096  # rows of an iterator that are held
+MOST = 4096  # rows of an iterator that are kept
 OWN_TEXT = "calibrated on {tokens} tokens that the model wrote itself: accelpatch.calibrate(model, data) takes yours"
 NOISE = "calibrated on noise in the shapes of the configuration: accelpatch.calibrate(model, data) takes real inputs"
 
-MEASURED, LENGTH = 256, 256  # tokens by which bits are chosen, and of a window of them
+MEASURED, LENGTH = 256, 256  # tokens by which bits are chosen, and tokens of a window
 
 #: makes a model generate faster while it writes its own text
 Writing = Callable[[nn.Module], AbstractContextManager[None]]
@@ -48,7 +48,7 @@ Writing = Callable[[nn.Module], AbstractContextManager[None]]
 
 @dataclass(frozen=True, eq=False)
 class Bits:
-    """By which texts bits are chosen: see `patch`. watch: what progress is reported to."""
+    """The texts by which bits are chosen, see `patch`. watch: the function that progress is reported to."""
 
     watch: Callable[[str, int, int], None]
     data: Any = None
@@ -62,7 +62,7 @@ def batches_of(
     """The texts of `data`, or the model's own, as `models.texts.windows` makes them; for a model that writes none, what
     `models.signals.batches` makes of `data`."""
     if isinstance(data, Iterator):
-        first = list(islice(data, 1))  # looked at, and given back
+        first = list(islice(data, 1))  # only inspected: it is put back at the front
         data = chain(first, data) if first and isinstance(first[0], str) else [*first, *islice(data, MOST)]
     if not hasattr(model, "generate") and not isinstance(data, chain):
         made = signals.batches(model, data, tokenizer, samples)

@@ -14,7 +14,7 @@ from accelpatch import progress as bars
 from accelpatch.checkpoints import as_stored, foreign, quantization_config, quantizer
 from accelpatch.checkpoints import save as saving
 from accelpatch.checkpoints.saved import RECIPE
-from accelpatch.checkpoints.target import beside
+from accelpatch.checkpoints.target import unfinished_folder
 from accelpatch.errors import LoadError
 from accelpatch.in_memory import AnyRecipe, choose_bits, handle_of, patch, save
 from accelpatch.kernels.cpu import native_library
@@ -114,13 +114,13 @@ def quantize(
     """Patch a checkpoint while it loads and save it, with its tokenizer, into the folder `out`, all or nothing.
 
     budget: bits a weight, within which each layer gets a format of its own, see `choose_bits`; the folder's recipe.yaml
-    is the recipe of that choice, with what was measured.
-    Finished weights are kept beside `out` until it is written: an interrupted call goes on. `out` is new or empty;
-    overwrite: or holds a model that accelpatch saved, which is replaced. Raises LoadError, SaveError, and as `patch`.
+    is the recipe of that choice, with what was measured. Finished weights are kept in a folder next to `out` until it
+    is written: an interrupted call goes on. `out` is new or empty; overwrite: or holds a model that accelpatch saved,
+    which is replaced. Raises LoadError, SaveError, and as `patch`.
     """
     folder = Path(out)
     saving.check(folder, max_shard_size, overwrite)
-    given: Any = {"data": data, "progress": progress, "resume": beside(folder)}
+    given: Any = {"data": data, "progress": progress, "resume": unfinished_folder(folder)}
     options: Any = {"dtype": dtype, "device": device}
     if budget is None:
         loaded = load(name, recipe, **options, statistics=statistics, verify=verify, **given)

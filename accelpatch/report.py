@@ -22,13 +22,13 @@ class SiteRecord:
     """The decision about one site, and after a patch its measured errors.
 
     shape: (N, K) of the weight. reason: why the site is not replaced. token_bytes, resident_bytes: (before, after)
-    bytes of the weight read to decode one token, and held in memory. kernel_error: the largest error against the
-    float64 reference; kernel_bound: what the float rule (kernels/check/parity.py) allows there. format_error: the
-    difference from the original, in the recipe's metric. Errors are None where nothing was measured; `unverified` says
-    why. failed: the replacement was over its bound, so the original stays. fused: for a layer, whether decode steps run
-    it fused; None for all other sites. by_modules: why a replaced layer's modules run in place of the fused one. steps:
-    whether the errors are those of the fused layer, in a prompt and cached steps. stored: the format of a weight that
-    another library quantised.
+    bytes of the weight that are read to decode one token, and that it takes in memory. kernel_error: the largest error
+    against the float64 reference; kernel_bound: what the float rule (kernels/check/parity.py) allows there.
+    format_error: the difference from the original, in the recipe's metric. Errors are None where nothing was measured;
+    `unverified` says why. failed: the replacement was over its bound, so the original stays. fused: for a layer,
+    whether decode steps run it fused; None for all other sites. by_modules: why a replaced layer's modules run in place
+    of the fused one. steps: whether the errors are those of the fused layer, in a prompt and cached steps. stored: the
+    format of a weight that another library quantised.
     """
 
     path: str
@@ -114,7 +114,7 @@ class Report:
 
     @property
     def resident_bytes(self) -> tuple[int, int]:
-        """(before, after): bytes of weights held in memory."""
+        """(before, after): bytes that the weights take in memory."""
         return _total(site.resident_bytes for site in self.sites)
 
     def why_nothing(self) -> str | None:

@@ -54,9 +54,9 @@ def trial(
 ) -> dict[str, float]:  # fmt: skip
     """Figures of a model in memory with a recipe, or without: seconds of "prefill" and "decode" of a generate() call.
 
-    With a recipe also "kl" (nats) and "top1" beside the original on input_ids[1, L]; on a GPU "peak", the most bytes
-    that torch held while it generated. beside: the original is timed too, as "original_seconds". options: of `patch`,
-    which verifies the first replacement of each kind. The model stays patched, and its originals are freed.
+    With a recipe also "kl" (nats) and "top1" against the original on input_ids[1, L]; on a GPU "peak", the most bytes
+    that torch had allocated while it generated. beside: the original is timed too, as "original_seconds". options: of
+    `patch`, which verifies the first replacement of each kind. The model stays patched, and its originals are freed.
     """
     found: dict[str, float] = {}
     if recipe is None or beside:

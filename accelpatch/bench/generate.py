@@ -118,8 +118,8 @@ def cached_bytes(model: nn.Module) -> int:
     one = torch.ones(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     with torch.inference_mode():
         cache = cache_of(model(input_ids=one, attention_mask=one, use_cache=True))
-    held = [getattr(layer, name, None) for layer in getattr(cache, "layers", ()) for name in ("keys", "values")]
-    return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
+    tensors = [getattr(layer, name, None) for layer in getattr(cache, "layers", ()) for name in ("keys", "values")]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
 
 def prompt_ids(vocabulary: int, shape: Shape) -> Tensor:

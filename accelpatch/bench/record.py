@@ -31,7 +31,7 @@ class Setting:
     device: Device
     threads: int
     shape: Shape
-    repeats: int  # asked for; how many were run stands beside each model's figures
+    repeats: int  # asked for; each model's figures say how many were run
     seconds: float  # the bound on the time of each model
     command: str
 

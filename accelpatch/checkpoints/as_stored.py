@@ -1,4 +1,5 @@
-"""The recipe by which a GGUF file is held as it is stored: rules for its formats in place of the rule `as_stored`."""
+"""The recipe by which the weights of a GGUF file keep their stored formats: rules for its formats in place of the rule
+`as_stored`."""
 
 from __future__ import annotations
 

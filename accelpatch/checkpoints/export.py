@@ -41,7 +41,7 @@ NAMES = (
 )  # fmt: skip
 WRITTEN = ("config.json", "quantize_config.json", RECIPE, checkpoint.CHECKSUMS, INDEX)  # anew, or of accelpatch alone
 LEFT_OUT = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".py")  # weights of any kind, and code
-GGUF = "gguf"  # beside FORMATS
+GGUF = "gguf"  # a further format, which is no key of FORMATS
 Read = Callable[[str], Tensor]
 Progress = Callable[[str, int, int], None]
 
@@ -83,7 +83,7 @@ def export(
 ) -> Exported:  # fmt: skip
     """Write the saved patched model in the folder `source` in another format into the folder `out`, all or nothing.
 
-    to: a key of FORMATS, or gguf. out: new or empty; default: beside the source, with the format in its name. Raises
+    to: a key of FORMATS, or gguf. out: new or empty; default: next to the source, with the format in its name. Raises
     LoadError for a source that is none, and SaveError for what the format cannot hold or the disk does not.
     """
     folder, target = _places(source, to, out)

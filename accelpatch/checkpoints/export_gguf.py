@@ -150,10 +150,10 @@ def _of_one_level(path: str, replacer: str, parts: Mapping[str, Tensor]) -> tupl
         raise SaveError(f"{path} cannot be written as GGUF, whose blocks have {GROUP} values in order: {why}")
     if offset is not None and not offset.is_floating_point():
         raise SaveError(f"{path} has zero points, and GGUF's blocks minima: quantise it by the recipe int4")
-    beside = [one.repeat_interleave(group // GROUP, 1) for one in (scale, offset) if one is not None]
-    halves = [one.to(torch.float16) for one in beside]
+    floats = [one.repeat_interleave(group // GROUP, 1) for one in (scale, offset) if one is not None]
+    halves = [one.to(torch.float16) for one in floats]
     away = max(float((a.float() - b.float()).abs().div(b.float().abs().clamp(min=1e-30)).max())
-               for a, b in zip(halves, beside, strict=True))  # fmt: skip
+               for a, b in zip(halves, floats, strict=True))  # fmt: skip
     if not all(bool(one.isfinite().all()) for one in halves) or away > 1e-3:
         raise SaveError(f"{path} has scales that float16 does not hold, and GGUF's are float16")
     head = [one[:, :, None].view(torch.uint8) for one in halves]

@@ -1,4 +1,4 @@
-"""Writes a folder all or nothing: readers see the old one or the new one, whatever happens to the writer."""
+"""Writes a folder all or nothing: readers see the old folder or the new one, whatever happens to the writer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 
 from accelpatch.errors import SaveError
 
-ASIDE = "-old"  # end of the name of a folder whose place the new one takes
+ASIDE = "-old"  # suffix of the name of a folder that is being replaced
 _AT_FDCWD, _EXCHANGE = -100, 2  # of renameat2(2)
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL)  # an old kernel, or a file system that cannot
 
 
 @contextmanager
 def replaced_folder(target: Path, kept: Callable[[str], bool]) -> Iterator[Path]:
-    """Context manager: yields an empty folder that takes `target`'s place at the end, at once; on an error it does not.
+    """Context manager: yields an empty folder that atomically replaces `target` at the end; after an error it does not.
 
     kept: whether a file of the old folder, by its name, goes into the new one, where that has none of this name. Raises
     SaveError where the folder cannot be written, or another process is writing it.
@@ -50,7 +50,7 @@ def _prefix(target: Path) -> str:
 
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """Context manager: no other process saves here. What one that was killed left behind is removed."""
+    """Context manager: no other process saves here meanwhile. Leftovers of a process that was killed are removed."""
     lock = target.parent / f".{target.name}.lock"
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -87,7 +87,7 @@ def _finish(made: Path, target: Path, kept: Callable[[str], bool]) -> None:
         made.rename(target)
     elif not _exchanged(made, target):
         aside = made.with_name(made.name + ASIDE)
-        target.rename(aside)  # here alone a kill leaves no folder of this name: the next save puts it back
+        target.rename(aside)  # only a kill at this point leaves no folder of this name; the next save puts it back
         made.rename(target)
         shutil.rmtree(aside, ignore_errors=True)
     _sync(target.parent)

@@ -1,4 +1,4 @@
-"""Finished weights of a float checkpoint that is being quantised, so that an interrupted run goes on where it was."""
+"""Stores finished weights of a float checkpoint that is being quantised, so that an interrupted run can go on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MADE_OF = "made_of"
 
 
 class Store:
-    """A folder with a file for each finished weight, under a digest of what it was made of. None: nothing is kept."""
+    """A folder with a file for each finished weight, named by a digest of its inputs. None: nothing is stored."""
 
     def __init__(self, folder: Path | None):
         self._folder = folder
@@ -37,7 +37,7 @@ class Store:
             check_folder(self._folder, 2 * size - kept)
 
     def built(self, entry: Entry, weight: Tensor) -> Built:
-        """The replacement of a site, from the store or made of the weight in its module; kept in the store."""
+        """The replacement of a site, from the store or made from the weight in its module and then stored."""
         if self._folder is None:
             return _measured(built(entry), weight)
         file = self._folder / f"{entry.site.path}.safetensors"
@@ -55,13 +55,14 @@ class Store:
 
 
 class Blocks:
-    """A folder with a file for each block of layers whose weights calibration has made. made_of: of all of them."""
+    """A folder with a file for each block of layers whose weights calibration has made. made_of: describes the inputs
+    of all of them; files of other inputs are not used."""
 
     def __init__(self, folder: Path, made_of: str):
         self._folder, self._made_of = folder, hashlib.sha256(made_of.encode()).hexdigest()
 
-    def held(self, block: str) -> dict[str, dict[str, Tensor]] | None:
-        """path -> tensors by name, as they were kept; None for a block that is not finished, or was made otherwise."""
+    def finished(self, block: str) -> dict[str, dict[str, Tensor]] | None:
+        """path -> tensors by name, as they were stored; None for a block that is not finished, or has other inputs."""
         found = _read(self._file(block), self._made_of)
         if found is None:
             return None
@@ -72,7 +73,7 @@ class Blocks:
         return paths
 
     def keep(self, block: str, made: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Keep what was made of a block: path -> tensors by name. Raises SaveError where that cannot be written."""
+        """Store the tensors of a block: path -> tensors by name. Raises SaveError where they cannot be written."""
         parts = {f"{path}.{name}": one for path, tensors in made.items() for name, one in tensors.items()}
         _write(self._file(block), parts, self._made_of)
 
@@ -93,7 +94,7 @@ def _write(file: Path, tensors: Mapping[str, Tensor], made_of: str) -> None:
 
 
 def _measured(made: Built, weight: Tensor) -> Built:
-    """With the relative RMSE of the weight, against the float one in the original's shape."""
+    """The build with the relative RMSE of its weight, against the float weight in the original's shape."""
     if isinstance(made.new, QuantizedModule):
         with torch.no_grad():
             full = made.new.dequantized()
@@ -114,7 +115,8 @@ def _digest(entry: Entry, weight: Tensor) -> str:
 
 
 def _sums(weight: Tensor) -> list[Tensor]:
-    """Of a weight on a GPU, sums of its bits by column and by row, modulo 2^64: it need not come to the host."""
+    """For a weight on a GPU, sums of its bits by column and by row, modulo 2^64, so that it is not copied to the
+    host."""
     rows = weight.detach().flatten(1) if weight.dim() > 1 else weight.detach()[None]
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(weight.element_size(), torch.int64)
     bits = rows.contiguous().view(integer)

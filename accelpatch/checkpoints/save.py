@@ -1,4 +1,4 @@
-"""Saves a patched model: its weights as they are held, bit for bit, in files that no device decides (saved.py)."""
+"""Saves a patched model: its weights as they are, bit for bit, in files that do not depend on the device (saved.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from accelpatch.checkpoints import card
 from accelpatch.checkpoints.replaced_folder import replaced_folder
 from accelpatch.checkpoints.saved import METHOD, RECIPE, VERSION
-from accelpatch.checkpoints.target import beside, check_folder, check_new, is_own, shard_size
+from accelpatch.checkpoints.target import check_folder, check_new, is_own, shard_size, unfinished_folder
 from accelpatch.checkpoints.writing import Shards
 from accelpatch.errors import SaveError
 from accelpatch.modules.attention_settings import unnamed
@@ -103,8 +103,8 @@ def _is_tied(model: Any) -> bool:
 
 
 def forget(folder: Path) -> None:
-    """Remove what lies there, once `folder` is written."""
-    shutil.rmtree(beside(folder), ignore_errors=True)
+    """Remove the finished weights of an interrupted run, once `folder` is written."""
+    shutil.rmtree(unfinished_folder(folder), ignore_errors=True)
 
 
 def check(folder: Path, max_shard_size: int | str, overwrite: bool) -> None:

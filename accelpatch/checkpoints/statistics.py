@@ -30,14 +30,14 @@ def save(statistics: Statistics, file: Path) -> None:
         if (tensor := getattr(one, name)) is not None
     }
     facts = {"version": VERSION, "fingerprint": statistics.fingerprint, "tokens": statistics.tokens}
-    beside = file.with_name(f".{file.name}.writing")
+    unfinished = file.with_name(f".{file.name}.writing")
     try:
-        save_file(tensors, beside, metadata={KEY: json.dumps(facts)})
-        beside.replace(file)
+        save_file(tensors, unfinished, metadata={KEY: json.dumps(facts)})
+        unfinished.replace(file)
     except (OSError, SafetensorError) as error:
         raise SaveError(f"{file} cannot be written ({error}): name another file") from error
     finally:
-        beside.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 def load(file: Path) -> Statistics:

@@ -1,6 +1,6 @@
-"""Where a command's result goes: checked before anything is loaded, by the file system's own answer.
+"""Checks where a command's result goes before anything is loaded, by trying it on the file system.
 
-Imports neither torch nor transformers, so that the command line can ask first.
+Imports neither torch nor transformers, so that the command line can check first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_folder(folder: Path, need: int = 0) -> None:
-    """Raise SaveError where `folder` cannot be made or written. need: bytes that it will hold, as far as is known."""
+    """Raise SaveError where `folder` cannot be made or written. need: bytes that will be written, as far as is
+    known."""
     real = Path(os.path.realpath(folder))
     if real.exists() and not real.is_dir():
         raise SaveError(f"{folder} is a file: name a folder")
@@ -29,7 +30,7 @@ def check_folder(folder: Path, need: int = 0) -> None:
 
 
 def check_file(file: Path, need: int = 0) -> None:
-    """Raise SaveError where `file` cannot be written: it is a folder, or there is none for it."""
+    """Raise SaveError where `file` cannot be written: it is a folder, or its folder is missing."""
     if file.is_dir():
         raise SaveError(f"{file} is a folder: name a file")
     if not file.resolve().parent.exists():
@@ -45,7 +46,7 @@ def check_empty(folder: Path) -> None:
 
 
 def check_new(folder: Path, overwrite: bool) -> None:
-    """Raise SaveError for a folder that holds what nobody asked to replace. An empty one, or none, will do."""
+    """Raise SaveError for a folder with files that must not be replaced. An empty folder, or none, is accepted."""
     real = Path(os.path.realpath(folder))
     if not real.is_dir() or not any(real.iterdir()):
         return
@@ -69,7 +70,7 @@ def is_own(folder: Path) -> bool:
 
 def own_config(folder: Path) -> dict[str, Any]:
     """The config.json of a model that accelpatch saved. Raises LoadError for any other folder."""
-    checkpoint.read_config(folder, foreign=True)  # its errors, for what is no checkpoint
+    checkpoint.read_config(folder, foreign=True)  # raises for what is no checkpoint
     config = checkpoint.read_json(folder / "config.json")
     method = checkpoint.quantization_method(config)
     if method is None:
@@ -79,14 +80,14 @@ def own_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def beside(folder: Path) -> Path:
+def unfinished_folder(folder: Path) -> Path:
     """Where the finished weights of an interrupted quantisation into `folder` lie."""
     return folder.resolve().with_name(f".{folder.resolve().name}.quantising")
 
 
 def unfinished(folder: Path) -> int:
-    """How many finished weights lie there."""
-    place = beside(folder)
+    """How many finished weights are in that folder."""
+    place = unfinished_folder(folder)
     return sum(1 for _ in place.glob("*.safetensors")) if place.is_dir() else 0
 
 
@@ -103,11 +104,11 @@ def shard_size(given: int | str) -> int:
 
 
 def _check_writable(place: Path, need: int, advice: str) -> None:
-    """Try it: permissions do not say what a file system takes (/proc, say, or one that is mounted read-only)."""
+    """Try to write: permissions do not say what a file system accepts (/proc, say, or one mounted read-only)."""
     target = Path(os.path.realpath(place))
     try:
         parent = next((one for one in target.parents if one.exists()), target)
-        tempfile.TemporaryFile(dir=parent).close()  # without a name, so that a kill leaves nothing behind
+        tempfile.TemporaryFile(dir=parent).close()  # it has no name, so that a kill leaves no file
     except OSError as error:
         why = error.strerror or error
         more = "free some space there" if error.errno in FULL else advice

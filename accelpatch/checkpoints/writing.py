@@ -23,7 +23,7 @@ from accelpatch.models import checkpoint
 WORDS = {getattr(torch, name): word for word, name in checkpoint.DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 ALIGNMENT = 8  # bytes; readers view the data at multiples of a tensor's element size
-PER_TENSOR = 320  # bytes of header beside a tensor's name, which stands there twice
+PER_TENSOR = 320  # bytes of header for a tensor, besides its name, which is there twice
 
 
 class Shard:

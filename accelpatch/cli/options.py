@@ -252,7 +252,8 @@ def with_adapters(loaded: Any, folders: list[Path] | None) -> tuple[Any, list[st
 
 
 def check_adapters(folders: list[Path] | None, tokenizer: Any = None) -> None:
-    """Raise LoadError for a folder without an adapter. tokenizer: gets the chat template beside the first, if any."""
+    """Raise LoadError for a folder without an adapter. tokenizer: gets the chat template in the first one's folder, if
+    any."""
     from accelpatch.models import precheck
 
     for folder in folders or []:

@@ -111,7 +111,7 @@ def resumable(out: Path) -> Iterator[None]:
     """Context manager: says at the start what an interrupted run left, and at an interrupt what is kept."""
     from accelpatch.checkpoints import target
 
-    place = target.beside(out)
+    place = target.unfinished_folder(out)
     if kept := target.unfinished(out):
         console.note(f"going on: {kept} finished weights of an interrupted run are in {place}")
     try:

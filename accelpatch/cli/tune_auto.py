@@ -49,7 +49,7 @@ def trial(
     recipe: Annotated[
         str | None, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="As elsewhere; default: the original.")
     ] = None,
-    beside: Annotated[bool, typer.Option("--beside", help="Time the original too, in the same process.")] = False,
+    original: Annotated[bool, typer.Option("--beside", help="Time the original too, in the same process.")] = False,
     batch: BatchOption = 1,
     prompt: PromptOption = 128,
     new: NewOption = 64,
@@ -82,7 +82,7 @@ def trial(
     ids = prompts.encode(tokenizer, words, chat=False, option="--text")[:, :tokens].to(loaded.model.device)
     use = api.Use(Shape(batch, prompt, new), repeats, hopeless=math.inf if hopeless is None else hopeless)
     wanted = None if recipe is None else api.recipe_named(recipe + (COMPILED if compile else ""))
-    console.print_json(api.trial(loaded.model, wanted, ids, use, tokenizer=tokenizer, beside=beside))
+    console.print_json(api.trial(loaded.model, wanted, ids, use, tokenizer=tokenizer, beside=original))
 
 
 def auto(
@@ -120,21 +120,21 @@ def auto(
     words += [word for file in plugin or [] for word in ("--plugin", str(file))]
     run, shape, bounds = partial(_in_a_child, (model, *words)), Shape(batch, prompt, new), Bounds(max_kl, max_gb)
     found = api.tune_auto(
-        model, run, partial(run, beside=True), shape, bounds, device=where, names=names, limit=limit, budget=budget
+        model, run, partial(run, original=True), shape, bounds, device=where, names=names, limit=limit, budget=budget
     )
     _finish(found, model, where, out, json)
 
 
-def _in_a_child(words: Sequence[str], name: str, seconds: float, hopeless: float, beside: bool = False) -> Any:
+def _in_a_child(words: Sequence[str], name: str, seconds: float, hopeless: float, original: bool = False) -> Any:
     """The figures of a trial in a process of its own, or why there are none."""
     from accelpatch.tuning import children
     from accelpatch.tuning.auto import COMPILED, ORIGINAL
 
-    console.note(f"{name} and the original in one process" if beside else f"trying {name}")
+    console.note(f"{name} and the original in one process" if original else f"trying {name}")
     chosen = [] if name == ORIGINAL else ["--recipe", name.removesuffix(COMPILED)]
     chosen += ["--compile"] if name.endswith(COMPILED) else []
     chosen += ["--hopeless", str(hopeless)] if math.isfinite(hopeless) else []
-    command = [*children.ACCELPATCH, "tune", "trial", *words, *chosen, *(["--beside"] if beside else [])]
+    command = [*children.ACCELPATCH, "tune", "trial", *words, *chosen, *(["--beside"] if original else [])]
     return children.run_json(command, seconds)
 
 

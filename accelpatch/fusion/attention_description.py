@@ -1,4 +1,4 @@
-"""What an attention module of a decoder layer computes, read off it by what the family table says."""
+"""Describes what an attention module of a decoder layer computes: read off the module, by the table of families."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ UNKNOWN = Family("", {})
 
 
 def both_ways(config: Any) -> bool:
-    """Whether a configuration of transformers says that tokens of a prompt see those behind them, as PaliGemma's does.
+    """Whether a configuration of transformers says that attention in a prompt is bidirectional, as PaliGemma's does.
 
-    A step of one token, which sees all tokens before, is the same either way.
+    A decode step of one token attends to all tokens before it either way.
     """
     return bool(getattr(config, "use_bidirectional_attention", False))
 
@@ -51,13 +51,13 @@ class AttentionDescription:
 
     @property
     def sinks(self) -> Tensor | None:
-        """[Hq]: of each head a score without a key, which takes its part of the softmax; None for none."""
+        """[Hq]: attention sinks, a score of each head that has no key but is part of the softmax; None for none."""
         sinks: Tensor | None = getattr(self.module, "sinks", None)
         return sinks
 
     @property
     def scaling(self) -> float:
-        """By what the scores are multiplied."""
+        """The factor of the scores."""
         return float(self.module.scaling)
 
     @property
@@ -79,7 +79,7 @@ class AttentionDescription:
 
     @property
     def interleaved(self) -> bool:
-        """Whether it is applied to pairs of neighbouring columns."""
+        """Whether the rotary embedding is applied to pairs of neighbouring columns."""
         return self.rotates and self.family.rotary is not None and self.family.rotary.interleaved
 
     @property
@@ -89,12 +89,13 @@ class AttentionDescription:
 
     @property
     def normed_over_all(self) -> bool:
-        """Whether they are so over all heads of a token, not over each."""
+        """Whether queries and keys are normalised over all heads of a token, not over each head."""
         return self.normed and self.family.q_k_norm == "all"
 
     @property
     def eager(self) -> bool:
-        """Whether the implementation of transformers that runs, or that ours stands for, is `eager`, as None is too."""
+        """Whether transformers' attention implementation, or the one that ours has replaced, is `eager`; None counts as
+        it."""
         name = implementation(self.module.config)
         if name == NAME and (name := original_name(self.module)) is None:
             return was_eager(self.module)

@@ -29,11 +29,11 @@ from accelpatch.kernels.ops.attention.rope import rotary_cos_sin
 
 @dataclass(eq=False)
 class CacheCall(Movable):
-    """A call of L tokens a row. positions[B, L]; mask[B, past + L] or None; cache: None for none; past: cached
-    tokens. blind: whether the caller gets the results of tokens that see no key; attention is then by the functions
-    that transformers calls, which differ in what they give those. axes[3, B, L]: positions that differ by axis, as
-    those of a picture's tokens; axis[R / 2]: the axis of each frequency. masks: whether a layer has a window -> boolean
-    [B or 1, 1, L, past + L] of what its tokens see, where that is not just those before, as within a picture.
+    """A call of L tokens a row. positions[B, L]; mask[B, past + L] or None; cache: None for none; past: cached tokens.
+    blind: whether results of tokens that see no key are returned to the caller; attention then runs by the functions
+    that transformers calls, whose results for such tokens differ. axes[3, B, L]: positions that differ by axis, as for
+    the tokens of a picture; axis[R / 2]: the axis of each frequency. masks: whether a layer has a window -> boolean [B
+    or 1, 1, L, past + L] of visible keys, where tokens see more than those before them, as within a picture.
     """
 
     decoder: Any
@@ -81,7 +81,8 @@ class CacheCall(Movable):
         return run_module(self.decoder, place, x, self.positions, visible, self.module_cache(place), self.axes)
 
     def _by_axes(self, shape: AttentionShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [B, L, R], each column of the axis of its frequency; the layers have one set of these."""
+        """Cosines and sines [B, L, R], each column from the positions of its frequency's axis; all layers share
+        them."""
         if self._tables is None:
             assert self.axes is not None
             assert self.axis is not None
@@ -97,7 +98,8 @@ class CacheCall(Movable):
         return self.cache
 
     def cached(self, new: Tensor, place: int) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer after appending new[2, B, Hkv, L, D], which an empty layer takes uncopied."""
+        """All keys and values of a layer after appending new[2, B, Hkv, L, D]; an empty layer keeps `new` without a
+        copy."""
         k, v = new[0], new[1]
         if self.cache is None:
             return k, v
@@ -115,7 +117,7 @@ class CacheCall(Movable):
         return int(self.cache.layers[place].get_mask_sizes(self.positions.shape[1])[1])
 
     def seen(self, first: int, window: int) -> Shown:
-        """What each token sees of the keys from index `first` on, in layers with a window."""
+        """Which of the keys from index `first` on each token sees, in layers with this window."""
         key = first, window
         if key not in self._seen and self.masks is not None:
             seen = self.masks[window > 0][..., first:].to(self.positions.device)
@@ -127,7 +129,7 @@ class CacheCall(Movable):
 
 
 class KeptCall(CacheCall):
-    """The call of a captured short prompt; it keeps the new keys and values in the graph's tensors."""
+    """The call of a captured short prompt, which leaves the new keys and values in the graph's tensors."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -144,7 +146,7 @@ class KeptCall(CacheCall):
 
 
 class _Kept(ModuleCache):
-    """What a layer's module sees of the cache in a KeptCall."""
+    """The cache of a KeptCall, as a layer's module uses it."""
 
     def __init__(self, call: KeptCall, place: int):
         super().__init__(len(layers_of(call.decoder)), place, 0, call.positions.shape[1])

@@ -42,7 +42,7 @@ CROSS_BIAS = "encoder_decoder_position_bias"
 ASKS = ("output_attentions", "output_hidden_states")
 IMPLEMENTATIONS = ("sdpa", "eager", None)  # of attention, whose masks torch's own takes
 Attend = Callable[[Tensor], Tensor]
-Linear = Any  # a FusedLinear, or Beside
+Linear = Any  # a FusedLinear, or SeparateLinears
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +153,7 @@ class FusedCrossLayer(LaidOutLayer[FusedCross]):
         return [part_of(self, name) for name in (*self.form.linears, *self.form.norms)]
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """hidden_states[B, L, K] -> [B, L, K], or what else the original gives beside it."""
+        """hidden_states[B, L, K] -> [B, L, K], or the tuple that the original returns."""
         if hidden_states.shape[1] == 1 and not torch.compiler.is_compiling():
             given = {**dict(zip(self.positional, args, strict=False)), **kwargs}
             fused = self._covers(hidden_states, given)

@@ -1,7 +1,7 @@
 """The replacement of a decoder layer of an encoder-decoder, as a plan says it; FusedLayerReplacer proposes it.
 
 Nothing is built before the swap but the module, which runs the original's forward. After it, `lay_out` concatenates the
-weights that are there then, and the fused form is checked beside the modules (verified_laid_out.py).
+weights that are there then, and the fused form is checked against the modules (verified_laid_out.py).
 """
 
 from __future__ import annotations

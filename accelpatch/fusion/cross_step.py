@@ -69,7 +69,8 @@ class CrossStep:
         """`biased`, made once a run."""
         if id(bias) not in self._biases:
             made = biased(bias, mask).contiguous()
-            self._biases[id(bias)] = self._biases[id(made)] = (made, bias)  # held, so that their ids stay
+            # Referenced here, so that no other tensors get their ids.
+            self._biases[id(bias)] = self._biases[id(made)] = (made, bias)
         return self._biases[id(bias)][0]
 
 

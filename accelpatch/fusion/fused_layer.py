@@ -1,9 +1,9 @@
-"""A decoder layer over a static KV cache: of a step with up to eight rows in five kernel launches, of more rows and
-prompts in some more.
+"""A fused decoder layer over a static KV cache: five kernel launches in a step of up to eight rows, some more for more
+rows and for prompts.
 
-The five: norm, q, k and v; rotary embedding, cache write and attention; o and residual; norm, gate, up and
-activation; down and residual. Norms after attention and MLP, with the residual, are one more launch each, and so is a
-gate other than silu. StepCall and PromptCall are what the layers of one step, or of one prompt, share.
+The five launches: norm, q, k and v; rotary embedding, cache write and attention; o and residual; norm, gate, up and
+activation; down and residual. A norm after attention or MLP, with the residual, is one more launch each, and so is a
+gate other than silu. StepCall and PromptCall have what the layers of one step, or of one prompt, share.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from accelpatch.kernels.query_key_form import QueryKey
 class FusedLayer:
     """One decoder layer.
 
-    gate_up: of a plain MLP its first linear layer, with its activation; then `activation`, of the gate, is None.
-    attention_norm, mlp_norm: before attention and MLP; after_attention, after_mlp: before the residual is added; None
-    for none. prepare: what is done to q and k before attention. multiplier: of both branches before they are added.
-    parallel: the MLP reads the layer's input too; one norm at both places is computed once where rows are many.
-    by_head: the columns of qkv are q, k and v of one head after the other (a launch more). across: adds up what the
-    ranks of a tensor-parallel job compute of o and down, before norm and residual, or with the residual; None without.
+    gate_up: for an MLP without a gate its first linear layer, with its activation; `activation`, the gate's, is None
+    then. attention_norm, mlp_norm: before attention and MLP; after_attention, after_mlp: before the residual is added;
+    None for none. prepare: what is done to q and k before attention. multiplier: the factor of both branches before
+    they are added. parallel: the MLP reads the layer's input too; one norm at both places is computed once where rows
+    are many. by_head: the columns of qkv are q, k and v of one head after the other (a launch more). across: the
+    all-reduce of o and down in a tensor-parallel job, before norm and residual, or with the residual; None for none.
     """
 
     qkv: FusedLinear | AdaptedLinear
@@ -95,7 +95,7 @@ class FusedLayer:
         return residual + y if norm is None else norm.added(y, residual)
 
     def _of_all(self, y: Tensor) -> Tensor:
-        """The output of all ranks, of this one's part."""
+        """The sum over all ranks of their parts of an output."""
         return y if self.across is None else self.across(y)
 
     def _many_rows(self, x: Tensor, pending: Tensor | None, call: Call, place: int) -> tuple[Tensor, Tensor | None]:
@@ -104,15 +104,16 @@ class FusedLayer:
         if self.parallel:
             same = self.mlp_norm is self.attention_norm and activations_of(self.qkv) == activations_of(self.gate_up)
             normal = normal if same else _input_of(self.gate_up, self.mlp_norm, x, None)[0]
-        x, pending = self._beside(self.after_attention, self.o.large_m(attended), x)
+        x, pending = self._with_residual(self.after_attention, self.o.large_m(attended), x)
         if not self.parallel:
             normal, x = _input_of(self.gate_up, self.mlp_norm, x, pending)
         elif pending is not None:
             x = x + pending
-        return self._beside(self.after_mlp, cast(Any, self.down).large_m(self._inner(normal)), x)
+        return self._with_residual(self.after_mlp, cast(Any, self.down).large_m(self._inner(normal)), x)
 
     def _inner(self, normal: Any) -> Any:
-        """What `down` takes of many rows: in 8 bits at once, where it takes them and no product has the gate."""
+        """The input of `down` for many rows; quantised at once, where `down` takes 8 bits and no GEMM has the gate
+        fused."""
         inner, down = cast(Any, self.gate_up), self.down
         if self.activation is None or not isinstance(normal, QuantizedRows) or normal.q.dtype not in FP8:
             return inner.large_m(normal, self.activation)
@@ -123,7 +124,7 @@ class FusedLayer:
         made = gated_rows.function(both, self.activation, weight.input_scale, weight.w.dtype)
         return QuantizedRows(*made, both.dtype)
 
-    def _beside(self, norm: FusedNorm | None, y: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _with_residual(self, norm: FusedNorm | None, y: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
         """(residual, y still to be added); with a norm, (residual + norm(y), None)."""
         y = self._of_all(y)
         if self.multiplier != 1.0:
@@ -143,7 +144,7 @@ class FusedLayer:
 
     @functools.cached_property
     def without_signals(self) -> FusedLayer:
-        """This layer without flags between its kernels, for calls that may run beside other steps."""
+        """This layer without flags between its kernels, for calls that may run concurrently with other steps."""
         parts: Any = {name: without_signals(getattr(self, name)) for name in ("qkv", "o", "gate_up", "down")}
         return replace(self, **parts)
 
@@ -157,8 +158,8 @@ def _normed(norm: FusedNorm | None, x: Tensor, pending: Tensor | None) -> tuple[
 
 
 def activations_of(layer: Any) -> tuple[Any, ...] | None:
-    """What decides whether two linear layers of one norm take the same activations in 8 bits: their form, and where
-    their static scale lies, if they have one; None for a layer that takes floats."""
+    """A key that is equal for linear layers that can share quantised activations: their 8-bit format, and the address
+    of their static scale, if they have one. None for a layer that takes floats."""
     if not isinstance(layer, FusedLinear) or not isinstance(layer.weight, W8A8Rows):
         return None
     scale = layer.weight.input_scale

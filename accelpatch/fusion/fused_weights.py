@@ -1,7 +1,7 @@
 """Concatenates the weights of neighbouring linear layers; the layers' own tensors become views of the result.
 
-Names, state dicts and unpatch still work: each layer keeps a tensor of the same shape and values at another address.
-Weights that are contiguous with each other already are used as they are.
+Names, state dicts and unpatch still work: each layer keeps a tensor of the same shape and values, at another address.
+Weights that are contiguous in memory already are not copied.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from accelpatch.modules.gemv_linear import rows_of_
 
 
 def concatenated_linear(modules: Sequence[Any], dtype: torch.dtype, zeros: bool = False) -> FusedLinear:
-    """Linear layers of one input as one, their rows concatenated. Raises CannotFuse where they make no one.
+    """Linear layers of one input as one, their rows concatenated. Raises CannotFuse where that is impossible.
 
     zeros: where only some have a bias, that of the others is 0 (Whisper's k_proj has none).
     """
@@ -33,8 +33,8 @@ def concatenated_linear(modules: Sequence[Any], dtype: torch.dtype, zeros: bool 
         return FusedLinear(weights[0], modules[0].bias, prefer=_kernel(modules))
     if len({one.format for one in weights}) > 1:
         raise CannotFuse("q, k and v, or gate and up, have weights in different formats")
-    bias = _beside([module.bias for module in modules], [one.n for one in weights] if zeros else ())
-    if weights[0].tiled:  # tiles of their own again where they are interleaved, all with tensors of one form
+    bias = _concatenated_bias([module.bias for module in modules], [one.n for one in weights] if zeros else ())
+    if weights[0].tiled:  # interleaved rows are separated first, and all parts get tensors of one shape
         weights = weights[0].alike([one.alone() for one in weights])
         for module, one in zip(modules, weights, strict=True):
             module.layout = one
@@ -53,7 +53,7 @@ def gated_linear(modules: Sequence[Any], dtype: torch.dtype, activation: str) ->
     pairs = len({one.format for one in weights}) == 1 and all(one.tiled and one.n % each == 0 for one in weights)
     if activation not in SILU or not pairs:
         return concatenated_linear(modules, dtype)
-    bias, first = _beside([module.bias for module in modules]), weights[0]
+    bias, first = _concatenated_bias([module.bias for module in modules]), weights[0]
     if len(modules) == 1:
         if first.part != "both":
             modules[0].layout = first.pair()
@@ -109,8 +109,9 @@ def _kernel(modules: Sequence[Any]) -> str:
     return str(names.pop())
 
 
-def _beside(biases: Sequence[Tensor | None], rows: Sequence[int] = ()) -> Tensor | None:
-    """Biases as one. rows: of each, where an absent one is 0."""
+def _concatenated_bias(biases: Sequence[Tensor | None], rows: Sequence[int] = ()) -> Tensor | None:
+    """Concatenate biases. rows: the length of each, where a missing one counts as zeros; (): a missing one is an
+    error."""
     present = [bias for bias in biases if bias is not None]
     if not present:
         return None
@@ -123,8 +124,8 @@ def _beside(biases: Sequence[Tensor | None], rows: Sequence[int] = ()) -> Tensor
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Linear layers of one input whose weights stay apart: each is a call, and the columns are concatenated."""
+class SeparateLinears:
+    """Linear layers of one input whose weights are not concatenated: each is called, and the columns are."""
 
     parts: tuple[FusedLinear, ...]
 
@@ -145,13 +146,13 @@ class OfTorch:
         return functional.linear(x, self.weight, self.bias)
 
 
-def on_cpu(modules: Sequence[Any], dtype: torch.dtype, zeros: bool = False) -> FusedLinear | OfTorch | Beside:
+def on_cpu(modules: Sequence[Any], dtype: torch.dtype, zeros: bool = False) -> FusedLinear | OfTorch | SeparateLinears:
     """As `concatenated_linear` on a CPU, whose packs would be copied: those stay apart. Raises CannotFuse."""
     if all(getattr(module, "layout", None) is None for module in modules):
         made = concatenated_linear(modules, dtype, zeros)
         return OfTorch(made.weight.w, made.bias) if isinstance(made.weight, Plain) else made
     parts = [_apart(module, dtype) for module in modules]
-    return parts[0] if len(parts) == 1 else Beside(tuple(parts))
+    return parts[0] if len(parts) == 1 else SeparateLinears(tuple(parts))
 
 
 def _apart(module: Any, dtype: torch.dtype) -> FusedLinear:

@@ -1,7 +1,7 @@
-"""A layer that computes by few kernels once its weights are laid out, and by its modules what those do not cover.
+"""A layer that runs fused once its weights are concatenated, and by its modules where the fused form does not apply.
 
-It stands where its original stood. Before each call it looks whether its modules and their weights are those that were
-laid out; weights that moved are laid out anew.
+It takes the place of its original. Before each call it checks that its modules and their weights are those that were
+read; weights that have moved are concatenated again.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class LaidOutLayer(Replacement, Generic[Computed]):
     _laid: _Laid | None = None
 
     def read(self) -> Computed:
-        """What the layer computes, its weights laid out. Raises CannotFuse."""
+        """Concatenate the weights and return the fused layer. Raises CannotFuse."""
         raise NotImplementedError
 
     def parts(self) -> Sequence[Any]:
-        """The linear layers and norms that are read, and parameters beside them."""
+        """The linear layers and norms that are read, and other parameters that are."""
         raise NotImplementedError
 
     def lay_out(self) -> tuple[Computed, _Laid]:
         """Concatenate weights and read the layer; raises CannotFuse where it has no fused form."""
-        with _LOCK, torch.inference_mode(False):  # or two threads would each concatenate what the other reads
+        with _LOCK, torch.inference_mode(False):  # else two threads would each concatenate what the other reads
             fused, laid = self._fused, self._laid
             if fused is not None and laid is not None and laid.is_fresh():
                 return fused, laid
@@ -66,11 +66,11 @@ class LaidOutLayer(Replacement, Generic[Computed]):
 
     @property
     def is_fused(self) -> bool:
-        """Whether calls that the fused form covers run it."""
+        """Whether calls to which the fused form applies run it."""
         return self.wanted
 
     def fused_now(self, x: Tensor | None = None) -> Computed | None:
-        """What the layer computes by the weights that it has now; None where it must run its modules, on x."""
+        """The fused layer with the present weights; None where x must run through the modules."""
         if not self.wanted or self.training or not is_eager() or vars(self).get("_is_replica", False):
             return None
         if torch.is_grad_enabled() and wants_gradient((x, *self.parameters())):
@@ -95,7 +95,7 @@ class LaidOutLayer(Replacement, Generic[Computed]):
 class _Laid:
     """The modules of a layer as they were when its weights were laid out.
 
-    It is looked at before every call, so that all is compared in C.
+    It is checked before every call; for speed all comparisons run in C.
     """
 
     def __init__(self, layer: nn.Module, parts: Sequence[Any]):
@@ -116,7 +116,7 @@ class _Laid:
         return same and list(map(Tensor.data_ptr, self._tensors)) == self._pointers
 
     def is_intact(self) -> bool:
-        """Whether its modules are those that were read, nobody watches them, and none drops anything."""
+        """Whether its modules are those that were read, without hooks or a replaced forward, and apply no dropout."""
         if not all(map(is_, map(dict.get, self._parents, self._childs_names), self._children)):
             return False
         if any(one.training and one.p for one in self._dropouts):

@@ -1,7 +1,7 @@
-"""What a decoder layer computes: read once, off its modules, by what the family table says of them.
+"""Describes what a decoder layer computes: read once off its modules, by the table of families.
 
 The plan describes original layers; the fused layers of a GPU and the native step of a CPU describe replaced ones. All
-three lower the same description, and differ only in what their kernels can do. Each fact is read when it is asked for.
+three lower the same description, and differ only in what their kernels can do. A fact is read when it is needed.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ from accelpatch.modules.quantized_linear import renormalises
 from accelpatch.modules.replacement import unchanged
 
 ACTIVATIONS = ("act_fn", "activation_fn", "act")  # the child's name, by family
-# of attention's input and of the MLP's, and of the MLP's output: the roles of one linear layer, or of several
+# roles of the linear layers of attention's input, of the MLP's input and of the MLP's output: one layer or several
 QKV = (("qkv_proj",), ("q_proj", "k_proj", "v_proj"))
 INNER = (("gate_up_proj",), ("gate_proj", "up_proj"), ("fc1",))
 LAST = (("down_proj",), ("fc2",))
 
 
 class LayerDescription:
-    """A decoder layer, original or replaced. family: UNKNOWN where none is known. form: None where it has none."""
+    """A decoder layer, original or replaced. family: UNKNOWN for a layer of no known one. form: None where it has
+    none."""
 
     def __init__(self, layer: Any):
         self.layer = layer
@@ -57,13 +58,13 @@ class LayerDescription:
 
     @cached_property
     def attention(self) -> AttentionDescription | None:
-        """None where the layer has none that is known."""
+        """The description of its attention module; None where the layer has no known one."""
         module = getattr(self.layer, (self.family.layer or LayerForm()).attention, None)
         return None if module is None else AttentionDescription(module)
 
     @cached_property
     def mlp(self) -> Any:
-        """The MLP, or the layer itself where that holds the MLP's linear layers."""
+        """The MLP, or the layer itself where it has the MLP's linear layers as children."""
         name = (self.family.layer or LayerForm()).mlp
         return self.layer if name is None else getattr(self.layer, name, None)
 
@@ -137,7 +138,7 @@ class LayerDescription:
 
     @property
     def multiplier(self) -> float:
-        """By what it multiplies its branches before it adds them."""
+        """The factor of the outputs of attention and of the MLP before they are added to the residual stream."""
         name = None if self.form is None else self.form.multiplier
         return 1.0 if name is None else float(getattr(self.layer, name))
 
@@ -148,7 +149,7 @@ class LayerDescription:
 
     @property
     def other_code_over_cache(self) -> str | None:
-        """The same of the modules that are given the KV cache: the layer and its attention."""
+        """As `other_code`, for the modules that get the KV cache: the layer and its attention."""
         if self.attention is None:
             return self.other_code
         return own_code.why_not_in((self.layer, self.attention.module))
@@ -221,7 +222,7 @@ def plain_why_not(module: Any) -> str | None:
     if not isinstance(module, (nn.Linear, nn.Embedding)):
         return f"{kind.__name__} is not a linear layer or embedding of accelpatch"
     plain = kind.forward in (nn.Linear.forward, nn.Embedding.forward) or hasattr(module, "embed_scale")
-    weight = getattr(module, "weight", None)  # another library may hold it under other names
+    weight = getattr(module, "weight", None)  # another library may have it under another name
     if not plain or weight is None or weight.dtype != torch.float32 or weight.dim() != 2:
         return f"{kind.__name__} in {getattr(weight, 'dtype', 'another form')} is no plain weight in {torch.float32}"
     return renormalises(module)

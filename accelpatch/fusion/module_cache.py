@@ -1,4 +1,4 @@
-"""What a layer's module sees of a KV cache that is no cache of transformers': its whole interface, in one call."""
+"""A view of our KV caches, for one call, with the interface that a layer's module expects of transformers' caches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ModuleCache(Cache):
     offloading = False
 
     def __init__(self, count: int, place: int, start: Any, length: int):
-        # not by Cache.__init__, which takes the layers: few modules ask for more than `update`
+        # Cache.__init__ is not called, since it needs the layers; few modules use more than `update`
         self.count, self.place, self.start, self.length = count, place, start, length
         self._filled = place  # layers before it have the tokens of the call
 
@@ -40,7 +40,7 @@ class ModuleCache(Cache):
         return made
 
     def length_of(self, place: int) -> Any:
-        """Number of tokens that a layer has by now."""
+        """Number of tokens that a layer has at this point of the call."""
         return self.start + self.length if place < self._filled else self.start
 
     @property
@@ -54,7 +54,7 @@ class ModuleCache(Cache):
 
     @abstractmethod
     def states(self, place: int) -> tuple[Tensor | None, Tensor | None]:
-        """The keys and values of a layer by now; None for one that has none yet."""
+        """The present keys and values of a layer; None for one that has none yet."""
 
 
 class ModuleLayer(CacheLayerMixin):
@@ -68,7 +68,7 @@ class ModuleLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:
-        """[B, Hkv, S, D] by now."""
+        """The present keys, [B, Hkv, S, D]."""
         return self._cache.states(self._place)[0]
 
     @property
@@ -89,7 +89,7 @@ class ModuleLayer(CacheLayerMixin):
         return self._cache.update(key_states, value_states, self._place)
 
     def get_seq_length(self) -> Any:
-        """Number of tokens by now, a number or a tensor on the device."""
+        """Present number of tokens, an int or a tensor on the device."""
         return self._cache.length_of(self._place)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -105,7 +105,7 @@ class ModuleLayer(CacheLayerMixin):
 
 
 class StepSlots(ModuleCache):
-    """What a layer's module sees of the cache in a step: it writes the slots own[B, T] and attends over all."""
+    """The cache in a decode step: a module writes the slots own[B, T] and attends over all."""
 
     def __init__(self, cache: Any, place: int, own: Tensor):
         super().__init__(len(cache.layers), place, own[0, 0], own.shape[1])
@@ -130,7 +130,7 @@ class StepSlots(ModuleCache):
 
 
 class PromptSlots(ModuleCache):
-    """What a layer's module sees of the cache in a prompt: it fills `length` slots, and attends over all up to them."""
+    """The cache in a prompt: a module writes `length` slots, and attends over all slots up to these."""
 
     def __init__(self, cache: Any, place: int, start: int, length: int):
         super().__init__(len(cache.layers), place, start, length)
@@ -141,7 +141,8 @@ class PromptSlots(ModuleCache):
         layer, end = self._cache.layers[place], self.start + self.length
         layer.keys[:, :, self.start : end] = keys
         layer.values[:, :, self.start : end] = values
-        own = self.start == 0 and isinstance(layer.keys, Tensor)  # else it attends to what the cache makes of them
+        # Else it attends to the states as the cache has rounded them.
+        own = self.start == 0 and isinstance(layer.keys, Tensor)
         return (keys, values) if own else (layer.keys[:, :, :end], layer.values[:, :, :end])
 
     def states(self, place: int) -> tuple[Tensor, Tensor]:

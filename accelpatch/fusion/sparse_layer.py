@@ -71,7 +71,7 @@ class FusedSparseLayer(FusedLayer):
         if x.shape[0] > MAX_GEMV_ROWS:
             normal, x = _input_of(self.qkv, self.attention_norm, x, pending)
             attended = self._attend(self.qkv.large_m(normal), call, place)
-            x, pending = self._beside(self.after_attention, self.o.large_m(attended), x)
+            x, pending = self._with_residual(self.after_attention, self.o.large_m(attended), x)
         else:
             x = x if pending is None else x + pending
             attended = self._attend(self.qkv(x, self.attention_norm), call, place)

@@ -94,16 +94,16 @@ class Sentinels:
     """The sentinel-filled buffers of layers on several devices."""
 
     def __init__(self, by_device: dict[torch.device, SentinelBuffers]):
-        self._held = by_device
+        self._by_device = by_device
 
     def reset(self, rows: int) -> None:
         """Reset all before a step of `rows` rows."""
-        for one in self._held.values():
+        for one in self._by_device.values():
             one.reset(rows)
 
     def on(self, device: torch.device) -> SentinelBuffers:
         """Those of one device's layers."""
-        return self._held.get(device) or SentinelBuffers(0, 0, device)
+        return self._by_device.get(device) or SentinelBuffers(0, 0, device)
 
 
 _ROTARY: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, Any]] = weakref.WeakKeyDictionary()

@@ -1,13 +1,13 @@
 """Verifies fused layers as wholes: a prompt and two cached steps, by the code that generate() runs.
 
 Each layer gets the rows that the original's layer had on the sample inputs, one row of tokens and a padded batch. Its
-prompt fills a cache and its last tokens are decode steps over that cache. The result is held to the layer's own
-replaced modules, which compute the same in the same format: no element may be more than BOUND units of the dtype's
-precision away (patching/verify.py). A layer that amplifies roundings more than that may be twice as far away as its
-modules' own output moves when each input moves by one rounding, the most of a few random draws. One with activations
-in 8 bits is held to the precision of bfloat16 whatever its dtype: where a rounding falls on the other side of a tie, a
-code is another one, and an output moves by a step of it (of int8 1/127). The distance from the original is reported
-beside it.
+prompt fills a cache and its last tokens are decode steps over that cache. The result is compared with that of the
+layer's own replaced modules, which compute the same in the same format: no element may be more than BOUND units of the
+dtype's precision away (patching/verify.py). A layer that amplifies roundings more than that may be twice as far away as
+its modules' own output moves when each input moves by one rounding, the most of a few random draws. One with
+activations in 8 bits is judged by the precision of bfloat16 whatever its dtype: where a rounding falls on the other
+side of a tie, a code is another one, and an output moves by a step of it (of int8 1/127). The distance from the
+original is reported as well.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Lays out fused layers that are modules in the place of the originals, and verifies them as wholes beside their own
-replaced modules.
+"""Lays out fused layers that are modules in the place of the originals, and verifies them as wholes against their
+own replaced modules.
 
 Each gets the calls that the original had on the sample inputs. The bound is that of fused layers in steps
 (verified.py): units of the dtype's precision, more where the modules' own output moves further when each input moves by

@@ -1,6 +1,6 @@
 """Assembly text to a code object, by ROCm's clang where there is one, else by LLVM 19, or the ziglang wheel's clang.
 
-Code objects lie in the user's cache, by what they were made from.
+Code objects are cached in the user's cache folder, keyed by what they were made from.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LINK = ("-shared", "--no-undefined")
 
 @dataclass(frozen=True)
 class Tools:
-    """Commands that assemble and link, and what they are, for the cache's key."""
+    """Commands that assemble and link, and their description for the cache's key."""
 
     assemble: tuple[str, ...]
     link: tuple[str, ...]
@@ -39,7 +39,7 @@ class Tools:
 
 
 def tools(arch: str) -> Tools:
-    """Those of this machine for an arch. Raises CompileError where it has none."""
+    """The tools of this machine for an arch. Raises CompileError where there are none."""
     if (_ROCM / "clang").exists():
         return Tools((str(_ROCM / "clang"),), (str(_ROCM / "ld.lld"),))
     if arch != "gfx950" and shutil.which("clang-19") and shutil.which("ld.lld-19"):
@@ -77,7 +77,7 @@ def assembled(text: str, arch: str, chosen: Tools | None = None) -> bytes:
 
 
 def _explained(errors: str, text: str) -> str:
-    """The assembler's errors, each with the Python line of its instruction in front."""
+    """The assembler's errors, each preceded by the Python line of its instruction."""
     lines, found = text.splitlines(), []
     for number, message in re.findall(r"kernel\.s:(\d+):\d+: error: (.*)", errors):
         code, _, place = lines[int(number) - 1].partition("//")
@@ -86,7 +86,8 @@ def _explained(errors: str, text: str) -> str:
 
 
 def code_object(text: str, arch: str, made_from: dict[str, Any]) -> bytes:
-    """The code object, out of the cache or into it. made_from: the kernel's source and compile-time arguments.
+    """The code object from the cache; where it is missing it is assembled and cached. made_from: the kernel's source
+    and compile-time arguments.
 
     Raises CacheError where the cache's entry is not what this kernel was made from, or is damaged.
     """

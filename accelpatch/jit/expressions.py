@@ -186,7 +186,7 @@ def constant(value: Given, like: Type) -> Node:
 
 
 def together(left: Given, right: Given) -> tuple[Node, Node]:
-    """Two operands with one type: numbers take the register's, i32 beside u32 is read as u32, 32 bits are widened."""
+    """Two operands with one type: numbers take the register's, i32 with u32 is read as u32, 32 bits are widened."""
     if isinstance(left, Node):
         right = constant(right, left.type)
     elif isinstance(right, Node):

@@ -15,11 +15,11 @@ _BUFFER, _SIZE, _END = 1, 2, 3
 
 @functools.cache
 def runtime() -> ctypes.CDLL:
-    """libamdhip64, by preference torch's own. Raises KernelError where there is none."""
+    """libamdhip64, preferably torch's own. Raises KernelError where there is none."""
     import torch
 
-    beside = Path(torch.__file__).parent / "lib" / "libamdhip64.so"
-    for name in (str(beside), "libamdhip64.so", "/opt/rocm/lib/libamdhip64.so"):
+    of_torch = Path(torch.__file__).parent / "lib" / "libamdhip64.so"
+    for name in (str(of_torch), "libamdhip64.so", "/opt/rocm/lib/libamdhip64.so"):
         try:
             return ctypes.CDLL(name)
         except OSError:
@@ -58,10 +58,10 @@ def _function(code: bytes, name: str, device: int) -> ctypes.c_void_p:
 def launch(
     code: bytes, name: str, grid: Sequence[int], block: Sequence[int], arguments: bytes, *, stream: int | None = None
 ) -> None:
-    """Start a kernel on torch's present device and, unless another is given, its present stream.
+    """Start a kernel on torch's current device and, unless another is given, its current stream.
 
-    grid: workgroups, block: work items of one, three sizes each. arguments: the segment of arguments.
-    Raises KernelError with what the runtime says.
+    grid: workgroups, block: work items of a workgroup, three sizes each. arguments: the kernarg
+    segment. Raises KernelError with the runtime's message.
     """
     import torch
 

@@ -32,9 +32,9 @@ class Branch:
         if condition.file == "s":
             selection.branch(J, condition, self.next, when=False)
         else:
-            self._held = selection.mask(J, condition)
+            self._taken = selection.mask(J, condition)
             self.mask = J.temporary("s", types.U64)
-            J.emit("s_and_saveexec_b64", self.mask, self._held)
+            J.emit("s_and_saveexec_b64", self.mask, self._taken)
             J.jump("s_cbranch_execz", self.next)
             J.region = Region(self.region)
 
@@ -52,7 +52,7 @@ class Branch:
             J.start(first)
         else:
             J.start(first)
-            J.emit("s_andn2_b64", "exec", self.mask, self._held)
+            J.emit("s_andn2_b64", "exec", self.mask, self._taken)
             J.jump("s_cbranch_execz", self.next)
             J.region = Region(self.region)
 

@@ -24,7 +24,7 @@ def say(tensor: Tensor) -> str:
 
 
 def check_scale(op: str, n: int, k: int, scale: Tensor, offset: Tensor | None = None) -> int:
-    """The group size of a weight[n, k] with this scale. An offset has the scale's shape; beside scales in e4m3 it is a
+    """The group size of a weight[n, k] with this scale. An offset has the scale's shape; with scales in e4m3 it is a
     factor for each row. Raises KernelError where the shapes do not fit."""
     fits = scale.dim() == 2 and scale.shape[0] == n and scale.dtype in (*FLOATS, E8M0, E4M3)
     require(fits, op, f"scale is float [N, G] with N = {n}, not {say(scale)}")

@@ -23,14 +23,14 @@ class Zeros:
     """
 
     def __init__(self) -> None:
-        self.held: list[Tensor] = []
+        self.buffers: list[Tensor] = []
 
     def first(self, count: int, device: torch.device) -> Tensor:
         """The first `count` of the int32 zeros on a device."""
-        fitting = [zeros for zeros in self.held if zeros.device == device and len(zeros) >= count]
+        fitting = [zeros for zeros in self.buffers if zeros.device == device and len(zeros) >= count]
         if not fitting:
             fitting = [torch.zeros(count, dtype=torch.int32, device=device)]
-            self.held += fitting
+            self.buffers += fitting
         return fitting[-1][:count]
 
 

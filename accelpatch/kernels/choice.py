@@ -1,7 +1,7 @@
 """Which of the implementations that can run a call is taken: one table, with what was measured as its data.
 
 An operation has rows; the first that fits a call's Spec and device gives the order in which implementations are tried.
-What an implementation cannot do stands beside it, in its `why_not`, and is asked after this. One that is absent from an
+What an implementation cannot do, its own `why_not` says, which is asked after this. One that is absent from an
 order can run there, but is not taken unless it is forced. The orders of attention that `accelpatch tune attention`
 measured on a machine go before those here (dispatch.order).
 """

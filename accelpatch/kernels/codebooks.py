@@ -4,9 +4,9 @@ A weight is CODEBOOKS[name][u] * scale; each value is exact in float32. nf4 and 
 as its scale. Source: `quant_map` of the checkpoints that bitsandbytes writes (QLoRA, arXiv 2305.14314, appendix E, for
 nf4). e2m1 has powers of two, of groups of 32 values. Source: OCP Microscaling Formats (MX) Specification, v1.0.
 
-nvfp4 has the values of e2m1 in groups of 16, with scales in e4m3, and a float32 for the whole weight. That is held as a
-factor of each row, where other weights have offsets: weight = CODEBOOKS[name][u] * (scale * factor). Source: NVIDIA,
-Pretraining Large Language Models with NVFP4, arXiv 2509.25149.
+nvfp4 has the values of e2m1 in groups of 16, with scales in e4m3, and a float32 for the whole weight. The latter is
+stored as a factor of each row, in the place of the offsets of other weights: weight = CODEBOOKS[name][u] * (scale *
+factor). Source: NVIDIA, Pretraining Large Language Models with NVFP4, arXiv 2509.25149.
 """
 
 from __future__ import annotations

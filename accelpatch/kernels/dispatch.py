@@ -1,7 +1,7 @@
 """Runs an operation by the first implementation in its order (choice.py) that has no reason against the call.
 
 Each implementation states its own limits, so that a plan can print them and an error can list them all. All take the
-operation's canonical tensors; another weight layout is an additional optional tensor, held by the module.
+operation's canonical tensors; another weight layout is an additional optional tensor, which the module keeps.
 """
 
 from __future__ import annotations

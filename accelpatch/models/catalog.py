@@ -36,14 +36,14 @@ class CatalogEntry:
 class Source:
     """Where a model comes from. kind: "embedded", "hub", "folder" or "gguf". location: hub name or path.
 
-    beside: whether a GGUF file was given by its folder, whose configuration and tokenizer are then the file's.
+    from_folder: whether a GGUF file was given by its folder, whose configuration and tokenizer are then the file's.
     """
 
     kind: str
     name: str
     location: str
     config: dict[str, Any] | None = None
-    beside: bool = False
+    from_folder: bool = False
 
 
 def _entries() -> dict[str, CatalogEntry]:
@@ -86,7 +86,7 @@ def _local(name: str, path: Path) -> Source:
     if path.is_dir():
         ggufs = sorted(path.glob("*.gguf"))
         if len(ggufs) == 1 and not any((path / name).is_file() for name in _WEIGHTS):
-            return Source("gguf", name, str(ggufs[0].absolute()), beside=True)
+            return Source("gguf", name, str(ggufs[0].absolute()), from_folder=True)
         return Source("folder", name, str(path.absolute()))
     if path.suffix == ".gguf":
         return Source("gguf", name, str(path.absolute()))

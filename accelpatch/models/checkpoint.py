@@ -25,7 +25,7 @@ DTYPES = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
 QUANTIZATION = ("quantization_config", "compression_config")  # the second as compressed-tensors wrote it at first
-#: files beside config.json in which quantisation was described before it stood there
+#: files next to config.json that described a quantisation before config.json itself did
 SEPARATE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 Progress = Callable[[str, int, int], None]
 Described = tuple[str, tuple[int, ...]]  # of a tensor: its dtype in safetensors' words, such as F16, and its shape

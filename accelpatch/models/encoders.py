@@ -1,7 +1,7 @@
-"""Layers of encoders as data: what each class of transformers computes, by the dotted names of its modules.
+"""Encoder layers as data: what each class of transformers computes, by the dotted names of its modules.
 
-A class may have several forms, since releases of transformers name its children differently; the one whose names are
-there is taken. To add a class: a row in FORMS, and one in tests/fusion/test_encoders.py.
+A class may have several forms, since releases of transformers name its children differently; the form whose names
+exist in the layer is used. To add a class: a row in FORMS, and one in tests/fusion/test_encoders.py.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class EncoderForm:
         post    y = norm1(x + o(attention(qkv(x))));        norm2(y + down(activation(up(y))))
         else    y = x + s1 o(attention(qkv(norm1(x))));     y + s2 down(activation(up(norm2(y))))
 
-    attention: the module that attention's function is given. qkv: linear layers of q, k and v, or one of all. scales:
-    of s1 and s2, vectors; () where there are none. gated: `up` holds the gate's columns and then those it multiplies.
-    rotary: whether q and k are rotated by the call's position embeddings. bias: name of the argument that is added to
-    the scores of attention, which is written out then. packs: whether each sequence's attention is over all of its
-    tokens, by what the layer is given alone, so that a batch may run without padding. where: dotted name of an
-    attribute -> the value without which the layer has another form.
+    attention: the module that is passed to the attention function. qkv: the linear layers of q, k and v, or one for all
+    three. scales: the vectors s1 and s2; () for none. gated: `up` has the gate's columns first, then those that it
+    multiplies. rotary: whether q and k are rotated by the call's position embeddings. bias: name of the argument that
+    is added to the scores; attention then computes the matrix of scores. packs: whether each sequence attends to all
+    of its tokens and depends on nothing else, so that a batch may run without padding. where: dotted name of an
+    attribute -> the value that it has in a layer of this form.
     """
 
     attention: str
@@ -115,7 +115,7 @@ FORMS: Mapping[str, tuple[EncoderForm, ...]] = MappingProxyType(
         "ModernBertEncoderLayer": (_MODERNBERT,),
     }
 )
-#: classes of layers of encoders that have no form -> why
+#: classes of encoder layers that have no form -> the reason
 UNFUSED: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(
         ("DebertaLayer", "DebertaV2Layer"),

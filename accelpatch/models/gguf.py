@@ -1,4 +1,4 @@
-"""GGUF files beside transformers: what is looked at before it reads one, and undone behind it."""
+"""GGUF files around transformers' reader: what is checked before it reads one, and corrected after it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from accelpatch.models.guard import explained
 from accelpatch.models.precheck import check_gguf
 
 
-def configuration_beside(path: Path) -> Any:
+def folder_configuration(path: Path) -> Any:
     """The config.json in a file's folder. Raises LoadError where it leaves out that the file scales its frequencies."""
     check_gguf(path)
     config = native(checkpoint.read_config(path.parent), str(path.parent))
     config.dtype = None  # that of the float checkpoint, to which unpacked weights would be rounded
-    gguf_rotary.check_beside(config, Metadata(path, read_header(path)))
+    gguf_rotary.check_scaled(config, Metadata(path, read_header(path)))
     return config
 
 

@@ -46,8 +46,8 @@ def complete(config: Any, file: Metadata) -> None:
         config.validate_rope()
 
 
-def check_beside(config: Any, file: Metadata) -> None:
-    """Raise LoadError where a file scales its frequencies, and the configuration beside it does not."""
+def check_scaled(config: Any, file: Metadata) -> None:
+    """Raise LoadError where a file scales its frequencies, and the configuration in its folder does not."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     kinds = {one.get("rope_type", "default") for one in (rope, *rope.values()) if isinstance(one, dict)}
     scaled = _of_tensors(file) or file.facts.get("rope.scaling.type") == "longrope"

@@ -132,7 +132,7 @@ def _describe(file: Path, target: Path, progress: Progress) -> None:
 def _tokenizer_of(source: Source, progress: Progress) -> Any:
     """The tokenizer of a GGUF file: that in its folder, where that was given, else its own."""
     path = Path(source.location)
-    if source.beside and (found := _folder_tokenizer(path.parent, _config(source))) is not None:
+    if source.from_folder and (found := _folder_tokenizer(path.parent, _config(source))) is not None:
         return found
     with path.open("rb") as file:
         has_own = TOKENIZER in file.read(BEGINNING)  # where metadata names it, before the words
@@ -160,8 +160,8 @@ def _config(source: Source) -> Any:
         return native(dict(source.config), source.name)
     if source.kind == "gguf":
         path = Path(source.location)
-        beside = source.beside and (path.parent / "config.json").is_file()
-        return gguf.configuration_beside(path) if beside else _gguf_config(path)
+        own_config = source.from_folder and (path.parent / "config.json").is_file()
+        return gguf.folder_configuration(path) if own_config else _gguf_config(path)
     folder = hub.local(source.location, weights=False) if source.kind == "hub" else Path(source.location)
     if folder is None:
         raise LoadError(f"{source.name}: its configuration is not here; give a folder, or load it once from the hub")

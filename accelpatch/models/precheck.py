@@ -51,7 +51,7 @@ def is_quantised(source: Source) -> bool:
 
 def context_length(source: Source) -> int | None:
     """The longest sequence in tokens, by the configuration or the file's header; None where neither is here."""
-    if source.kind == "gguf" and not (source.beside and (Path(source.location).parent / "config.json").is_file()):
+    if source.kind == "gguf" and not (source.from_folder and (Path(source.location).parent / "config.json").is_file()):
         file = Metadata(Path(source.location), read_header(Path(source.location)))
         return _number(file.facts, ("context_length",))
     config = source.config

@@ -1,7 +1,7 @@
-"""Inputs that models which write no text are calibrated on: batches, pictures or sound, or what a configuration gives.
+"""Calibration inputs of models that generate no text: batches, pictures or sound, or noise made from a configuration.
 
-What is made of a configuration is noise in the right shapes (random ids, pictures or sound): it says how large
-activations get on such input, and less of real ones.
+The noise has the right shapes (random ids, pictures or sound). It shows how large activations get on such input, and
+says less about real input.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def _made(model: Any) -> list[Batch]:
     device = device_of(model)
     size = getattr(text_config(getattr(model, "config", None)), "vocab_size", None)
     if getattr(model, "main_input_name", "") == "input_ids" and isinstance(size, int):
-        most = getattr(text_config(model.config), "max_position_embeddings", LENGTH) - 2  # RoBERTa begins behind two
+        # RoBERTa's positions begin at 2.
+        most = getattr(text_config(model.config), "max_position_embeddings", LENGTH) - 2
         ids = torch.randint(size, (TEXTS, max(1, min(LENGTH, most))), generator=torch.Generator().manual_seed(0))
         return [{"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}]
     for found in sample_inputs(model):

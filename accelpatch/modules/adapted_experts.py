@@ -1,6 +1,7 @@
-"""PEFT's adapters of experts' weights (LoRA's `target_parameters`) on packed experts: two small products beside each.
+"""PEFT's adapters of experts' weights (LoRA's `target_parameters`) on packed experts: two small GEMMs are added to
+each.
 
-PEFT adds an adapter to a weight for the length of a call, which a packed weight cannot take. Here its wrapper hands the
+PEFT adds an adapter to a weight for the length of a call, which a packed weight cannot take. Here its wrapper gives the
 low-rank factors to the experts instead. PEFT's classes are recognised by name; PEFT is never imported.
 """
 

@@ -1,15 +1,16 @@
 """Attention modules whose scores, softmax and sum run through the operation flash_attention.
 
-The modules keep transformers' own forward: they differ in their configuration alone, a copy that names this package's
-attention function. transformers looks both the function and the mask that goes with it up under that name:
+The modules keep transformers' own forward. Only their configuration differs: it is a copy that names this package's
+attention function. transformers looks up both the function and its mask function under that name:
 
     function   module, q[B, Hq, L, D], k and v[B, Hkv, S, D], mask -> y[B, L, Hq, D]
-    mask       None where every query sees all keys, or causal masking of as many keys as queries says it all; else
+    mask       None where every query sees all keys, or where masking is causal with as many keys as queries; else
                int32 [B, 1, L, 2], the keys low to high - 1 that each query sees; int32 [1, 1, 0, W]: causal, the
                queries are the last ones, with a window of W tokens (0: none); or, where what a query sees has holes,
                transformers' own bool [B, 1, L, S]
 
-A mask of L x S is made in parts, which are dropped, so that long prompts hold none. Masks of other implementations
+Where a mask of L x S is needed, parts of it are made and dropped one by one, so that long prompts never have a whole
+one. Masks of other implementations
 (bool or float, [B, 1, L, S]) are taken too: those that the caller gives, and those of models in which some attention
 modules were not replaced.
 """
@@ -71,7 +72,7 @@ def attention(original: nn.Module, implementation: str | None = None) -> FlashAt
 
 
 def register() -> None:
-    """Make the function and the mask known to transformers under NAME, which no configuration of others has."""
+    """Register the attention function and the mask function with transformers under NAME, which is ours alone."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
 
@@ -81,7 +82,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention interface. Masks as above; window and padding are in them.
 
-    Attention weights are made by the original's attention alone, in calls of the model that ask for them.
+    Attention weights are computed only by the original's attention, in calls that request them.
     """
     compiling = torch.compiler.is_compiling()
     name = None if compiling else original_name(module)
@@ -95,7 +96,7 @@ def attention_forward(
     if name is not None:
         return original_attention(module, name)(module, query, key, value, attention_mask, **options)
     y = _computed(module, query, key, value, attention_mask, **options)
-    evens = was_eager(module) or options.get("position_bias") is not None  # `sdpa` adds least numbers to a bias too
+    evens = was_eager(module) or options.get("position_bias") is not None  # `sdpa` adds the least float to a bias too
     blind = _blind(attention_mask) if evens and options.get("s_aux") is None else None
     return y if blind is None else torch.where(blind, _mean(query, value), y), None
 
@@ -144,7 +145,7 @@ def _blind(mask: Tensor | None) -> Tensor | None:
 
 
 def _mean(query: Tensor, value: Tensor) -> Tensor:
-    """[B, 1, Hq, D]: what a query gets that sees none of v[B, Hkv, S, D]: the mean, as of equal scores."""
+    """[B, 1, Hq, D]: the output of a query that sees no key, the mean of v[B, Hkv, S, D], as with equal scores."""
     even = value.new_full((1, value.shape[2]), 1 / max(1, value.shape[2]))
     return (even @ value).repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
 
@@ -170,7 +171,7 @@ def _seen(
 
 
 def _texts(mask: Any, ranges: Tensor) -> list[int] | None:
-    """`texts_of` a call's mask, which all layers share: the device is asked once for them all."""
+    """`texts_of` of a call's mask. All layers share the mask, so that the device is waited for once."""
     if not hasattr(mask, TEXTS):
         setattr(mask, TEXTS, texts_of(ranges))
     found: list[int] | None = getattr(mask, TEXTS)
@@ -178,7 +179,7 @@ def _texts(mask: Any, ranges: Tensor) -> list[int] | None:
 
 
 def _of_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """The three with zeros behind the smaller heads, of keys or of values: they add nothing to the scores."""
+    """The three tensors with head sizes made equal by zeros, which add nothing to the scores."""
     more = value.shape[-1] - query.shape[-1]
     if more > 0:
         return functional.pad(query, (0, more)), functional.pad(key, (0, more)), value

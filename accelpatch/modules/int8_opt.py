@@ -113,7 +113,8 @@ class W8A8B8O8LinearReLU(W8A8B8O8Linear):
 
 
 class W8A8BF32OF32Linear(StaticInt8):
-    """A linear layer with int8 input and weight[N, K], and float bias[1, N] and output; a: the product's factor."""
+    """A linear layer with int8 input and weight[N, K], and float bias[1, N] and output; a: the factor of the int8
+    product."""
 
     weight: Tensor
     bias: Tensor
@@ -121,10 +122,10 @@ class W8A8BF32OF32Linear(StaticInt8):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """y[..., N] of x[..., K] int8: float32, or added to residual[..., N], rounded once to its dtype."""
         rows = x.reshape(-1, x.shape[-1])
-        beside = None if residual is None else residual.reshape(len(rows), -1)
+        added = None if residual is None else residual.reshape(len(rows), -1)
         dtype = torch.float32 if residual is None else residual.dtype
         bias = self.bias.view(-1)
-        y: Tensor = gemm_w8a8(rows, self.weight, self.alpha, None, None, bias, 1.0, None, "none", beside, dtype)
+        y: Tensor = gemm_w8a8(rows, self.weight, self.alpha, None, None, bias, 1.0, None, "none", added, dtype)
         return y.view(*x.shape[:-1], -1)
 
 

@@ -25,7 +25,7 @@ from accelpatch.quant.formats import dequantize
 from accelpatch.quant.fp8 import NAN
 
 PARTS = ("q", "scale", "offset", "bias")
-Held = dict[str, Tensor | None]  # canonical tensors of one weight, by PARTS
+WeightTensors = dict[str, Tensor | None]  # canonical tensors of one weight, by PARTS
 
 
 class QuantizedExperts(Experts):
@@ -34,10 +34,10 @@ class QuantizedExperts(Experts):
     A Stack of 4-bit codes lies in tiles where the HIP kernels run, or else in words.
 
     layouts: of gate_up_proj and of down_proj. like: an empty tensor with the device and dtype of the replaced weights.
-    bits: 8 or 4. low_rank: name of a weight -> down[E, r, K] and up[E, N, r] of each adapter beside it in this call, in
-    the original's order of rows. The state dict holds the canonical tensors: gate_up_proj_q[E, N, K] int8 or e4m3, or
-    [E, N, K / 2], ..._scale and ..._offset[E, N, G], ..._bias[E, N], in the operation's order of rows; of NVFP4
-    ..._offset[E, N, 1] has the factors of rows.
+    bits: 8 or 4. low_rank: name of a weight -> down[E, r, K] and up[E, N, r] of each adapter that is active in this
+    call, in the original's order of rows. The state dict holds the canonical tensors: gate_up_proj_q[E, N, K] int8 or
+    e4m3, or [E, N, K / 2], ..._scale and ..._offset[E, N, G], ..._bias[E, N], in the operation's order of rows; of
+    NVFP4 ..._offset[E, N, 1] has the factors of rows.
     """
 
     own_buffers: tuple[str, ...] = ("like",)
@@ -49,7 +49,7 @@ class QuantizedExperts(Experts):
     kept: dict[str, torch.dtype]
     low_rank: Mapping[str, Sequence[tuple[Tensor, Tensor]]] = {}
 
-    def hold(self, weights: dict[str, Held], original: nn.Module) -> None:
+    def hold(self, weights: dict[str, WeightTensors], original: nn.Module) -> None:
         """Take canonical weights in the place of the original's parameters."""
         parameter = original._parameters[UP]
         assert parameter is not None
@@ -83,7 +83,7 @@ class QuantizedExperts(Experts):
             first = gradient.of_stack(up, x.shape[1], interleaved=True)
             linears = first, gradient.of_stack(down, up.n // 2, interleaved=False)
         first, second = (
-            gradient.beside(one, [(a, in_order(self.form, name, b)) for a, b in self.low_rank.get(name, ())])
+            gradient.with_low_rank(one, [(a, in_order(self.form, name, b)) for a, b in self.low_rank.get(name, ())])
             for name, one in zip((UP, DOWN), linears, strict=True)
         )
         expert = gradient.by_linears(first, second, lambda both: gated(both, *self.gate))
@@ -121,7 +121,7 @@ class QuantizedExperts(Experts):
         up, down = self.layouts
         return routed_experts(x, *norm, logits, *choice, *up, *down, *self.gate, residual)
 
-    def canonical(self) -> dict[str, Held]:
+    def canonical(self) -> dict[str, WeightTensors]:
         """Both weights' canonical tensors, by name and part."""
         up, down = self.layouts
         widths = (down.n, up.n // 2)  # K of each
@@ -131,7 +131,7 @@ class QuantizedExperts(Experts):
             made[name] = {part: None if t is None else t.to(self.kept.get(part, t.dtype)) for part, t in parts.items()}
         return made
 
-    def _lay_out(self, weights: dict[str, Held]) -> None:
+    def _lay_out(self, weights: dict[str, WeightTensors]) -> None:
         """Hold canonical weights in the layout for this device; nothing is changed where that fails."""
         device = self.like.device
         moved = {
@@ -244,7 +244,7 @@ class QuantizedExperts(Experts):
 
 
 def quantised(
-    original: nn.Module, form: ExpertsForm, weights: dict[str, Held], bits: int, packable: bool
+    original: nn.Module, form: ExpertsForm, weights: dict[str, WeightTensors], bits: int, packable: bool
 ) -> QuantizedExperts:
     """Make QuantizedExperts of canonical weights in the place of `original`, which is not changed."""
     new = adopt(QuantizedExperts, original)
@@ -254,14 +254,14 @@ def quantised(
 
 
 def checked(
-    weights: dict[str, Held], experts: int, shapes: dict[str, tuple[int, int]], bits: int, bias: bool,
+    weights: dict[str, WeightTensors], experts: int, shapes: dict[str, tuple[int, int]], bits: int, bias: bool,
     dtypes: tuple[torch.dtype, ...], group: int | None = None, kind: str = "none",
 ) -> None:  # fmt: skip
     """Raise KernelError unless canonical tensors from a file are weights of these shapes [N, K]. dtypes: of scales.
     group: the only size of groups, where a format has one. kind: of offset, or what the codes are of."""
     form = E4M3 if kind == FP8_CODES else torch.int8
     for name, (n, k) in shapes.items():
-        q, scale, offset, beside = (weights[name].get(part) for part in PARTS)
+        q, scale, offset, bias_rows = (weights[name].get(part) for part in PARTS)
         columns = k * bits // 8
         if q is None or q.dtype != form or list(q.shape) != [experts, n, columns]:
             codes = f"{str(form).removeprefix('torch.')} [{experts}, {n}, {columns}]"
@@ -279,7 +279,7 @@ def checked(
                 raise KernelError(f"{name}_offset is not positive everywhere: write the checkpoint again")
         elif offset is not None and (offset.shape != scale.shape or not offset.isfinite().all()):
             raise KernelError(f"{name}_offset must be finite, in the shape of the scale: write the checkpoint again")
-        if (beside is not None) != bias or (beside is not None and list(beside.shape) != [experts, n]):
+        if (bias_rows is not None) != bias or (bias_rows is not None and list(bias_rows.shape) != [experts, n]):
             due = f"must be [{experts}, {n}]" if bias else "does not belong to experts without biases"
             raise KernelError(f"{name}_bias {due}: write the checkpoint again")
 

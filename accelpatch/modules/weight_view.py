@@ -1,8 +1,8 @@
-"""The float view of a packed weight that other code sees: reads as a tensor, and writes go back into the pack.
+"""A float view of a packed weight for other code: it reads as a tensor, and what is written to it is packed again.
 
 Code that writes into a layer's weight (PEFT's merge, `weight.data += delta`, `nn.init`) writes into an unpacked copy,
 which is then packed again, rounded to the format. Writes are detected by torch's version counter, so any operation and
-any view counts. Writes that bypass torch's dispatch (a collective over the view, a raw pointer) are not seen.
+any view counts. Writes that bypass torch's dispatch (a collective over the view, a raw pointer) are not detected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SET_DATA = _OF.data.__set__
 _TO_NUMPY = (_OF.numpy, _OF.__array__)
 _UNSEEN = (_OF.set_, _OF.resize_, _OF.__dlpack__)  # operations whose writes would be lost
 _TRAINING = (_OF.requires_grad.__set__, _OF.requires_grad_, _OF.grad.__set__)
-#: what asks for no number of a tensor
+#: attributes and methods that do not use a tensor's values
 _FACTS = frozenset({
     _OF.dtype.__get__, _OF.shape.__get__, _OF.device.__get__, _OF.ndim.__get__, _OF.layout.__get__,
     _OF.requires_grad.__get__, _OF.is_cuda.__get__, _OF.size, _OF.dim, _OF.numel, _OF.is_floating_point,
@@ -34,10 +34,11 @@ WAY = "call accelpatch.unpatch(model), change the weight, and patch again"
 class UnpackedWeight:
     """The floats [N, K] of one packed weight, kept while any view of them is alive.
 
-    computed: whether more than its dtype, shape and the like was asked for. write: called with the floats after a
-    write, to pack them. original: called with a message for an unsupported operation; returns the original module to
-    run it on, or raises PatchError. unpack: gives the values that `floats`, uninitialised, gets when more is asked for:
-    T5's MLP asks for a dtype at every call, and unpacking takes longer than all its products. None: they are there.
+    computed: whether the values have been used, and not only the dtype, the shape and the like. write: called with the
+    floats after a write, to pack them. original: called with a message for an unsupported operation; returns the
+    original module to run it on, or raises PatchError. unpack: gives the values, with which `floats` is filled when
+    they are first used: T5's MLP reads the dtype at every call, and unpacking takes longer than all its GEMMs. None:
+    `floats` has its values.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class WeightView(Tensor):
         return _viewed(result, weights)
 
     def __getattr__(self, name: str) -> Any:
-        """What another library's weight would have, such as bitsandbytes' quant_state, which PEFT's merge looks for."""
+        """Attributes of another library's weight, such as bitsandbytes' quant_state, which PEFT's merge reads."""
         raise AttributeError(f"a packed weight has no {name}; {WAY}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

@@ -1,7 +1,7 @@
 """What an installed package defines: the code objects of a module by qualified name, and where a name is imported from.
 
-It is read off the module's own compiled code, as its loader gives it: what someone put in place of a function since the
-import is not in it.
+It is read from the module's compiled code, as its loader gives it, so that it does not show functions that were
+replaced after the import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """The spec of a module that is imported, also of one that put another object in its place."""
+    """The spec of an imported module, also of one that has replaced itself in sys.modules."""
     found = getattr(sys.modules.get(name), "__spec__", None)
     if found is None and name in sys.modules:
         folder = getattr(sys.modules.get(name.rpartition(".")[0]), "__path__", None)
@@ -49,7 +49,7 @@ def _inside(code: CodeType) -> Iterator[CodeType]:
 
 @functools.cache
 def codes_of(module: str) -> Mapping[str, tuple[CodeType, ...]]:
-    """Qualified name -> its code objects in a module, several where it is defined anew; {} for one without code."""
+    """Qualified name -> its code objects in a module, several where it is redefined; {} for a module without code."""
     code = _module_code(module)
     found: dict[str, tuple[CodeType, ...]] = {}
     for one in () if code is None else _inside(code):
@@ -78,7 +78,8 @@ def _imports(module: str) -> Mapping[str, tuple[str, str]]:
 
 @functools.cache
 def origin_of(module: str, name: str) -> tuple[str, str]:
-    """(module, name) of what a module has under a name, by its own definition or through its imports."""
+    """(module, name) where an object that a module has under a name is defined: there, or where it was imported
+    from."""
     seen = set()
     while (module, name) not in seen and name not in codes_of(module):
         seen.add((module, name))

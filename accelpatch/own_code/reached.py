@@ -121,8 +121,8 @@ class Reached:
                 self._read(one, method)
 
     def _read(self, function: FunctionType, method: bool) -> None:
-        for held in closure_of(function):
-            self._registry(held)
+        for value in closure_of(function):
+            self._registry(value)
         for first, *rest in dotted_names(function.__code__):
             if first != SELF:
                 self._global(function.__globals__, (first, *rest))

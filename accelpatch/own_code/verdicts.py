@@ -1,4 +1,4 @@
-"""Which classes and modules run code that is not their package's, as of the last look."""
+"""Which classes and modules run code that is not their own package's, as found at the last check."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LISTENERS: list[Callable[[], None]] = []
 
 
 class Snapshot:
-    """The code of all modules of a model as it is now, and what other classes reach."""
+    """The code of all modules of a model, and of what `others` reach, when this was made."""
 
     def __init__(self, modules: Iterable[Any], others: Iterable[Reached] = ()):
         self._modules = list(modules)
@@ -35,8 +35,8 @@ class Snapshot:
         own = [(vars(one), name) for one, names in inner for name in names]
         self._instances, self._methods = [one for one, _ in own], [name for _, name in own]
         self._tables = [one._parameters for one in self._modules if hasattr(one, "_parameters")]
-        self._held = self._parameters()
-        self._kinds = list(map(_kind, self._held))
+        self._last = self._parameters()
+        self._kinds = list(map(_kind, self._last))
 
     def _parameters(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._tables)))
@@ -44,9 +44,9 @@ class Snapshot:
     def _other_kinds(self) -> bool:
         """Whether a parameter is of another class or layout; their buffers are replaced whenever a model moves."""
         parameters = self._parameters()
-        if len(parameters) == len(self._held) and all(map(is_, parameters, self._held)):
+        if len(parameters) == len(self._last) and all(map(is_, parameters, self._last)):
             return False
-        self._held = parameters
+        self._last = parameters
         return list(map(_kind, parameters)) != self._kinds
 
     def changed(self) -> bool:
@@ -64,7 +64,7 @@ def _kind(tensor: Any) -> Any:
 
 
 def reached_by(cls: Any, roots: tuple[str, ...] = FORWARD, *, deep: bool = True) -> Reached:
-    """What a class reaches as it is now."""
+    """The code that a class reaches at present."""
     with _LOCK:
         found = _REACHED.get((cls, roots, deep))
         if found is None or found.changed():

@@ -114,5 +114,5 @@ def spanned(part: range) -> str:
 
 def cut_of(data: Tensor, dim: int, ranges: Sequence[range]) -> Tensor:
     """A copy of some ranges along one dimension, so that the whole can be freed."""
-    held = [data.narrow(dim, one.start, len(one)) for one in ranges]
-    return torch.cat(held, dim) if len(held) > 1 else held[0].clone(memory_format=torch.contiguous_format)
+    cuts = [data.narrow(dim, one.start, len(one)) for one in ranges]
+    return torch.cat(cuts, dim) if len(cuts) > 1 else cuts[0].clone(memory_format=torch.contiguous_format)

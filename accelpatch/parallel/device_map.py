@@ -1,4 +1,4 @@
-"""Where the parts of a model lie that accelerate spread over devices, the CPU and the disk, read off its hooks."""
+"""Where accelerate placed the parts of a model, on devices, the CPU and the disk, read off its hooks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from accelpatch.report import human, span
 
 
 class Place(NamedTuple):
-    """Where a module computes, and where its weights wait meanwhile: "", "cpu" or "disk"."""
+    """The device on which a module computes; and where its weights are offloaded to: "cpu", "disk", or "" if
+    nowhere."""
 
     device: torch.device
     waits: str = ""
@@ -52,23 +53,23 @@ def as_device(given: Any) -> torch.device:
 
 
 def loader_of(hook: Any, name: str = "") -> tuple[Any, str]:
-    """(what accelerate reads a hook's weights from, the key there of a name)."""
+    """(the mapping that accelerate reads a hook's weights from, the key of a name in it)."""
     weights, key = hook.weights_map, name
     while hasattr(weights, "dataset"):  # PrefixedDataset
         key, weights = f"{weights.prefix}{key}", weights.dataset
     return weights, key
 
 
-def held_by(hook: Any, name: str) -> tuple[dict[str, torch.Tensor], str]:
-    """(the offloaded weights that are in host memory, the key there of a name)."""
+def in_memory(hook: Any, name: str) -> tuple[dict[str, torch.Tensor], str]:
+    """(the offloaded weights that are in host memory, the key of a name among them)."""
     weights, key = loader_of(hook, name)
     return getattr(weights, "state_dict", weights), key
 
 
 def where_waits(hook: Any, name: str) -> str:
     """ "cpu" or "disk": where an offloaded tensor lies. Raises KeyError where the hook's map has none of that name."""
-    held, key = held_by(hook, name)
-    if key in held:
+    weights, key = in_memory(hook, name)
+    if key in weights:
         return "cpu"
     if key not in loader_of(hook)[0]:
         raise KeyError(key)
@@ -83,12 +84,12 @@ def folder_of(hook: Any) -> str:
 def pin(hook: Any, name: str) -> None:
     """Page-lock an offloaded weight in host memory, from where a GPU reads it several times faster.
 
-    One that was on a GPU when accelerate offloaded the model to "cpu" is there still, and stays.
+    A weight that was on a GPU when accelerate offloaded the model to "cpu" is still there, and is left there.
     """
-    held, key = held_by(hook, name)
-    there = key in held and held[key].device.type == "cpu" and not held[key].is_pinned()
+    weights, key = in_memory(hook, name)
+    there = key in weights and weights[key].device.type == "cpu" and not weights[key].is_pinned()
     if there and as_device(hook.execution_device).type == "cuda":
-        held[key] = held[key].pin_memory()
+        weights[key] = weights[key].pin_memory()
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -101,8 +102,8 @@ def place_of(module: nn.Module) -> Place | None:
     tensors, hook = list(own_tensors(module)), aligning(module)
     if not tensors:
         return None
-    held = next((one.device for _, one in tensors if not one.is_meta), torch.device("cpu"))
-    device = held if hook is None or hook.execution_device is None else as_device(hook.execution_device)
+    where = next((one.device for _, one in tensors if not one.is_meta), torch.device("cpu"))
+    device = where if hook is None or hook.execution_device is None else as_device(hook.execution_device)
     offloads = hook is not None and hook.offload
     names = [name for name, one in tensors if offloads and (one.is_meta or isinstance(one, nn.Parameter))]
     return Place(device, where_waits(hook, names[0]) if names else "")
@@ -235,9 +236,9 @@ class DeviceMap(Placement):
             hook = aligning(old)
             if hook is None or not hook.offload:
                 continue
-            held = {name: one for name, one in own_tensors(old) if name in hook.weights_map}
-            shared = frozenset(name for name, one in own_tensors(new) if one is held.get(name))
-            waits = {where_waits(hook, name) for name in held}
+            offloaded = {name: one for name, one in own_tensors(old) if name in hook.weights_map}
+            shared = frozenset(name for name, one in own_tensors(new) if one is offloaded.get(name))
+            waits = {where_waits(hook, name) for name in offloaded}
             memory = HostMemory(as_device(hook.execution_device), folder_of(hook) if "disk" in waits else None)
             owner = vars(new).get("source") or new  # a tied replacement computes with another's tensors
             if id(owner) not in own:
@@ -253,8 +254,8 @@ class DeviceMap(Placement):
             hook, shared = aligning(old), {name for name, _ in own_tensors(new)}
             for name, _ in own_tensors(old) if hook is not None and hook.offload else ():
                 if name not in shared:
-                    held, key = held_by(hook, name)
-                    held.pop(key, None)
+                    weights, key = in_memory(hook, name)
+                    weights.pop(key, None)
 
 
 def _spans(paths: Sequence[str]) -> list[str]:
@@ -274,7 +275,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _swap_hook(module: nn.Module, before: Any, after: Any) -> None:
-    """Put a hook in the place of another one of a module's, which is shared with its original."""
-    held = vars(module)["_hf_hook"]
-    single = held is before
-    vars(module)["_hf_hook"] = after if single else SequentialHook(*(after if o is before else o for o in held.hooks))
+    """Replace one of a module's hooks by another. `before` is shared with the original, which keeps it."""
+    hook = vars(module)["_hf_hook"]
+    single = hook is before
+    vars(module)["_hf_hook"] = after if single else SequentialHook(*(after if o is before else o for o in hook.hooks))

@@ -97,12 +97,12 @@ class Group:
         """[..., sum of sizes] of x[..., sizes[rank]], on every rank the same."""
         most, last = max(sizes), x.shape[-1]
         mine = x if last == most else torch.nn.functional.pad(x, (0, most - last))
-        held = mine.new_empty(self.world, *mine.shape)
+        gathered = mine.new_empty(self.world, *mine.shape)
         try:
-            _all_gather(held.view(-1), mine.contiguous().view(-1))
+            _all_gather(gathered.view(-1), mine.contiguous().view(-1))
         except RuntimeError as error:
             raise self._named(error) from error
-        return torch.cat([one[..., :size] for one, size in zip(held.unbind(), sizes, strict=True)], dim=-1)
+        return torch.cat([one[..., :size] for one, size in zip(gathered.unbind(), sizes, strict=True)], dim=-1)
 
     def exchange(self, mine: Any) -> list[Any]:
         """What every rank gave, in their order. Raises PatchError, with its name, where one of them is gone."""

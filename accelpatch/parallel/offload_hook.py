@@ -1,8 +1,8 @@
 """The hook of a replacement whose original accelerate offloads: its own tensors wait in host memory or on disk.
 
-accelerate's own hook finds weights by the names of the original. A replacement has others beside them (codes, scales,
-packs), and those are fewer bytes to move. Between calls they lie on the host as ordinary tensors, so that a patched
-model can still be saved; memory-mapped from files without a name where the original's weights lie on disk.
+accelerate's own hook finds weights by the names of the original. A replacement has tensors of other names (codes,
+scales, packs), and they are fewer bytes to move. Between calls they lie on the host as ordinary tensors, so that a
+patched model can still be saved; where the original's weights lie on disk, they are mapped from unlinked files.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class HostMemory:
         return host.pin_memory() if self.device.type == "cuda" and host.nbytes else host
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """The tensor on the device; a CPU computes on it where it waits."""
+        """The tensor on the device; a CPU gets it as it is."""
         return tensor.to(self.device, non_blocking=True)
 
 
 def on_disk(tensor: Tensor, folder: str) -> Tensor:
-    """A private mapping of a file with the tensor's bytes. The file has no name any more: it goes with the tensor."""
+    """A private mapping of a file with the tensor's bytes. The file is unlinked at once, and freed with the tensor."""
     handle, path = tempfile.mkstemp(prefix="accelpatch-", dir=folder)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -82,14 +82,14 @@ class OwnTensors:
 
     def __init__(self, module: nn.Module, shared: frozenset[str], memory: HostMemory):
         self._memory = memory
-        self._held = [(table, name, table[name]) for table, name in _places(module, shared)]
-        self._held = [(table, name, self._kept(table, name)) for table, name, _ in self._held]
+        self._offloaded = [(table, name, table[name]) for table, name in _places(module, shared)]
+        self._offloaded = [(table, name, self._kept(table, name)) for table, name, _ in self._offloaded]
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._offloaded)
 
     def _kept(self, table: dict[str, Any], name: str) -> Any:
-        """Let a value wait on the host; returns it."""
+        """Move a value to the host; returns it."""
         if isinstance(table[name], nn.Parameter):
             table[name].data = self._memory.keep(table[name])
             return table[name].data
@@ -97,20 +97,20 @@ class OwnTensors:
         return table[name]
 
     def bring(self) -> None:
-        """Have the tensors on the device."""
-        for place, (table, name, host) in enumerate(self._held):
+        """Copy the tensors to the device."""
+        for place, (table, name, host) in enumerate(self._offloaded):
             value = table.get(name)
             if isinstance(value, nn.Parameter):
                 value.data = self._memory.bring(host)
             elif value is not None or host is not None:
-                if value is not host:  # it has been written since
+                if value is not host:  # the module has written it since
                     host = None if value is None else self._kept(table, name)
-                    self._held[place] = (table, name, host)
+                    self._offloaded[place] = (table, name, host)
                 table[name] = mapped(host, self._memory.bring)
 
     def send_back(self) -> None:
         """Have them wait on the host again."""
-        for table, name, host in self._held:
+        for table, name, host in self._offloaded:
             if isinstance(table.get(name), nn.Parameter):
                 table[name].data = host
             else:
@@ -118,7 +118,7 @@ class OwnTensors:
 
 
 def _places(module: nn.Module, shared: frozenset[str]) -> Iterator[tuple[dict[str, Any], str]]:
-    """(table, name) of what holds tensors in a module; without the names in `shared`."""
+    """(table, name) of each tensor of a module, and of each attribute with tensors; without the names in `shared`."""
     for table in (module._parameters, module._buffers):
         yield from ((table, name) for name in list(table) if name not in shared and name != FOLLOWS)
     attributes = vars(module)

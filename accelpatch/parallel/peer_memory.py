@@ -63,8 +63,8 @@ class PeerMemory:
     def summed(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The sum of x over all ranks, plus residual. The kernel copies x into the buffer, waits for all ranks before
         it reads, and again before it ends, so that the buffer is free for the next message."""
-        held = self._bytes[: x.nbytes].view(x.dtype)
-        made: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(held, x.view(-1), "sum", self._group.group_name)
+        buffer = self._bytes[: x.nbytes].view(x.dtype)
+        made: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, x.view(-1), "sum", self._group.group_name)
         return made.view_as(x) if residual is None else residual + made.view_as(x)
 
 

@@ -1,4 +1,4 @@
-"""What is done across ranks beside a module's own forward: hooks of torch, which stay when the module is replaced.
+"""Collectives around a module's own forward: hooks of torch, which stay when the module is replaced.
 
 A fused layer calls no modules: it takes `across` off the hook of the module that it stands for.
 """

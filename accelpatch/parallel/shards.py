@@ -54,10 +54,10 @@ class Cutter(Cuts):
 
     def described(self) -> list[str]:
         first = self.planned[0]
-        beside = (("inner columns", first.inner), ("columns of experts", first.experts))
+        columns = (("inner columns", first.inner), ("columns of experts", first.experts))
         return [
             f"query heads {spanned(first.heads.query)}", f"key heads {spanned(first.heads.kv)}",
-            *(f"{name} {spanned(one)}" for name, one in beside if one is not None),
+            *(f"{name} {spanned(one)}" for name, one in columns if one is not None),
         ]  # fmt: skip
 
     def _attention(self, layer: Any) -> Any:
@@ -115,7 +115,7 @@ class Cutter(Cuts):
         """The rows of a linear layer that this rank has."""
         if self.family.by_head and len(split.parts) > 1:
             return [_scaled(part.heads.query, 3 * part.size)]
-        held: Mapping[str, range | None] = {
+        rows: Mapping[str, range | None] = {
             HEADS: _scaled(part.heads.query, part.size), KV_HEADS: _scaled(part.heads.kv, part.size), INNER: part.inner,
         }  # fmt: skip
         config = self.model.config.get_text_config(decoder=True)
@@ -124,7 +124,7 @@ class Cutter(Cuts):
         sizes = {HEADS: heads * part.size, KV_HEADS: kv_heads * part.size, INNER: total // len(split.parts)}
         found, start = [], 0
         for what in split.parts:
-            one = held[what]
+            one = rows[what]
             assert one is not None
             found.append(range(start + one.start, start + one.stop))
             start += sizes[what]

@@ -1,7 +1,7 @@
 """Tensor parallel: `patch(model, recipe, parallel="tp")` in a job of several processes, each with the same model.
 
-Each rank keeps its part of every weight and patches it as it would a whole model. The ranks make sure that they are
-alike before anything is changed, and agree on what is replaced.
+Each rank keeps its part of every weight and patches it as it would a whole model. The ranks check that their models and
+arguments are equal before anything is changed, and agree on what is replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TP = "tp"
 class Shards(Placement):
     """The placement of a model that is split among the ranks of a job.
 
-    parts: what this rank has, for plan and report. group: None for a plan of a model that no job has.
+    parts: what this rank has, for plan and report. group: None for a plan without a job.
     """
 
     def __init__(self, group: Group | None, cutter: Cuts, whole: int, part: int):
@@ -52,10 +52,10 @@ class Shards(Placement):
     def lines(self) -> list[str]:
         cutter, (whole, part) = self.cutter, self.parts
         by = "" if self.group is None else f" ({self.group.by})"
-        held = [*self.described, f"rows {spanned(cutter.logits[cutter.rank])} of the vocabulary"]
+        parts = [*self.described, f"rows {spanned(cutter.logits[cutter.rank])} of the vocabulary"]
         return [
             f"tensor parallel: rank {cutter.rank} of {cutter.world}{by} has {human(part)} of {human(whole)}",
-            f"its part of each layer: {', '.join(held)}; all-reduce after attention and after the MLP",
+            f"its part of each layer: {', '.join(parts)}; all-reduce after attention and after the MLP",
         ]
 
     def begin(self, ids: Tensor, config: Any) -> None:
@@ -88,8 +88,8 @@ def shards_of(model: nn.Module) -> Shards | None:
 
 @contextmanager
 def sharded(model: Any, parallel: str | None, recipe: Any, facts: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: the model is split among the ranks; on an exception it is whole again, and the other ranks get
-    to know of it. parallel: None for a model that stays as it is. facts: of what is asked for, that must be alike.
+    """Context manager: the model is split among the ranks; after an exception it is whole again, and the other ranks
+    raise too. parallel: None for a model that is not split. facts: of the request, which must be equal on all ranks.
 
     Raises ArgumentError for another `parallel`, and PatchError where there is no job, the ranks differ, or a dimension
     cannot be split among so many.
@@ -109,7 +109,7 @@ def sharded(model: Any, parallel: str | None, recipe: Any, facts: Mapping[str, A
         except BaseException:
             shards.cutter.undo.back()
             raise
-        shards.cutter.undo.steps.clear()  # which hold the whole weights
+        shards.cutter.undo.steps.clear()  # they reference the whole weights
 
 
 def check_whole(model: Any) -> None:
@@ -146,7 +146,7 @@ def split(model: Any, recipe: Any, group: Group | None, rank: int = 0, world: in
 
 
 def _connect(model: Any, cutter: Cuts, group: Group) -> None:
-    """Hang the hooks that add up and gather what the ranks compute."""
+    """Register the hooks that all-reduce and gather what the ranks compute."""
     handles = [end.register_forward_hook(AddUp(group, model)) for end in cutter.ends()]
     lookup = LookUp(group, model, cutter.known[group.rank])
     handles.append(cutter.embedding.register_forward_pre_hook(Begin(lookup)))

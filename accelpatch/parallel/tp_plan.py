@@ -80,15 +80,15 @@ class PlanCutter(Cuts):
 
     def _check_layers(self) -> None:
         """Raise PatchError where what colwise layers compute is not added up by a rowwise one, or parts are uneven."""
-        beside: dict[str, set[str]] = {}
+        kinds_of: dict[str, set[str]] = {}
         for name, kind in self.linears.items():
-            beside.setdefault(name.rpartition(".")[0], set()).add(kind)
+            kinds_of.setdefault(name.rpartition(".")[0], set()).add(kind)
             total = shape_of(self.model.get_submodule(name))[kind == ROWWISE]
             if total % self.world:
                 raise self._refuse(f"the {total} outputs or inputs of {name} are no multiple of {self.world}")
-        if not beside:
+        if not kinds_of:
             raise self._refuse("it names no linear layer")
-        for parent, kinds in beside.items():
+        for parent, kinds in kinds_of.items():
             if kinds != {COLWISE, ROWWISE}:
                 raise self._refuse(f"{parent} has no {({COLWISE, ROWWISE} - kinds).pop()} layer")
 

@@ -1,4 +1,4 @@
-"""Applies and reverts a plan, all or nothing: replacements are built beside the originals, then swapped in."""
+"""Applies and reverts a plan, all or nothing: replacements are built while the originals stay, then swapped in."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from accelpatch.report import Report
 HANDLE = "accelpatch"  # the attribute of a patched model that holds its Handle
 PATH = "_accelpatch_path"  # the attribute of a replacement that holds its dotted name, for messages
 LOADED = "loaded"  # in place of `keep_original`: the model came patched from loading, and never had originals
-CODE = "_accelpatch_code"  # as in runtime/code_watch.py
+CODE = "_accelpatch_code"  # the same attribute as in runtime/code_watch.py
 ROLE = "_accelpatch_role"  # the attribute of a replacement that holds its site's role
 
 
@@ -128,7 +128,7 @@ class Handle:
         change.apply()
 
     def show_on(self, wrapper: nn.Module) -> None:
-        """Let a module around the model have the handle too, until the model is unpatched."""
+        """Set the handle on a module that wraps the model too, until the model is unpatched."""
         change = Change(wrapper, HANDLE, Absent, self)
         self.changes.insert(0, change)  # the last one's owner is the model
         change.apply()
@@ -165,7 +165,7 @@ def _build(entry: Entry, saved: Any, stats: Any) -> Built:
     else:
         new = replacer.build(site, choice, stats) if saved is None else replacer.restore(site, choice, saved)
     old_class = nn.Linear if entry.as_stored else type(site.original)
-    if not isinstance(new, old_class):  # by which transformers and PEFT find modules
+    if not isinstance(new, old_class):  # transformers and PEFT find modules by isinstance
         raise PatchError(
             f"the replacement {type(new).__name__} is no subclass of {old_class.__name__}, so hidden states and "
             "adapters would not find it; derive it from the class that it replaces"
@@ -280,7 +280,7 @@ def _own_parameters(old: nn.Module, new: nn.Module, *, recurse: bool = False) ->
 
 
 def _changes(model: nn.Module, item: Built, replaced: dict[int, nn.Module]) -> Iterator[Change]:
-    """One Change for each name of the module in the tree; a child of a replaced parent goes into the replacement."""
+    """One Change for each name of the module in the tree; a child of a replaced parent is set on the replacement."""
     for old, new, places in item.modules:
         for place in places:
             parent, _, name = place.rpartition(".")

@@ -2,10 +2,10 @@
 
 full   each replacement and each fused layer, on every sample, all rows of all outputs.
 auto   the same; but of our own samples the first of a kind alone (same replacer, kernel, shape and classes) runs all.
-       The others run one row of tokens. Of a linear layer's calls a part is held to the float64 reference: 8 rows, and
-       after the first of a kind every fourth block of its outputs, the next block from layer to layer. Of a checkpoint,
-       whose weights are compared with their digests, kernels are checked on the first of each kind; as `quick` where
-       the digest of what computes is the one under which it was verified before it was saved.
+       The others run one row of tokens. Of a linear layer's calls a part is compared with the float64 reference: 8
+       rows, and after the first of a kind every fourth block of its outputs, the next block from layer to layer. Of a
+       checkpoint, whose weights are compared with their digests, kernels are checked on the first of each kind; as
+       `quick` where the digest of what computes is the one under which it was verified before it was saved.
 quick  the first of each kind, of replacements and of fused layers.
 off    nothing.
 
@@ -59,7 +59,8 @@ class Extent:
         return not (self.level == QUICK and self.loaded)
 
     def part(self, first: bool, place: int) -> dict[str, int]:
-        """What of a linear layer's calls is held to the float64 reference: the keywords of the context that checks.
+        """What of a linear layer's calls is compared with the float64 reference: the keywords of the context that
+        checks.
 
         first: whether the site is the first of its kind. place: its number among those of its kind.
         """

@@ -32,9 +32,9 @@ class Plan:
     """Which site is replaced by what, and why the others stay. Making one allocates nothing and changes nothing.
 
     max_length, cache_bytes: length in tokens and bytes of the KV cache at batch 1, in the recipe's format, that `fits`
-    counts beside the weights. groups: what is smoothed together. left: notes about groups that are not. places: notes
-    about the model's parts: where they lie, and what of them generates. who_runs: says what `why` gives of the choices'
-    specs.
+    counts in addition to the weights. groups: what is smoothed together. left: notes about groups that are not. places:
+    notes about the model's parts: where they lie, and what of them generates. who_runs: says what `why` gives of the
+    choices' specs.
     """
 
     model: str
@@ -104,7 +104,8 @@ class Plan:
 
     @property
     def longest(self) -> int | None:
-        """The longest context in tokens, at batch 1, whose KV cache fits beside the weights; None without a cache."""
+        """The longest context in tokens, at batch 1, whose KV cache fits in memory with the weights; None without a
+        cache."""
         if not self.cache_bytes or not self.max_length:
             return None
         return max(0, (self.device.memory - self.resident_bytes) // (self.cache_bytes // self.max_length))

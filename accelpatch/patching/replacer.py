@@ -1,4 +1,4 @@
-"""The interface of a replacer: propose without side effects, then build beside the original."""
+"""The interface of a replacer: propose without side effects, then build while the original stays."""
 
 from __future__ import annotations
 

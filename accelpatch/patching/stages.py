@@ -77,7 +77,7 @@ def capture(model: nn.Module, request: Request, made: Callable[[nn.Module], list
     for samples in made(model):
         try:
             return _recorded(model, watched, samples, reports)
-        except FOREIGN as error:  # out-of-memory errors are PatchErrors here
+        except FOREIGN as error:  # out-of-memory errors have become PatchErrors here
             if reports.broken or isinstance(error, DEVICE_LOST):
                 raise
             refusals.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
@@ -103,7 +103,7 @@ def verified_build(
 ) -> tuple[list[Checked], Plan]:
     """Build every replacement beside its original and verify it; the model is not touched.
 
-    stats: path -> what a site is built with. The format error of what is at hand is that of its weight, if it is known.
+    stats: path -> what a site is built with. Of a site built while it was loaded the format error is its weight's.
 
     Returns the replacements within their bounds, and the plan with all others marked as kept (or raises VerifyError, as
     the recipe says). Without captured calls nothing is verified.
@@ -129,7 +129,7 @@ def verified_build(
             raise VerifyError(f"{path}: {problem}; nothing was changed")
         else:
             failed[path] = problem
-        if not is_layer(built.entry):  # else they are needed once more
+        if not is_layer(built.entry):  # else its calls are needed once more, for the fused layer
             for member in (built.entry.site, *built.entry.site.tied):
                 captured.calls.pop(member.path, None)
         request.watch("build and verify", done + 1, len(plan.replaced))
@@ -183,7 +183,7 @@ def _check(
 
 
 def _smoothed(call: Call, stats: Any) -> Call:
-    """An original's call as its replacement sees it: with its input and outputs divided."""
+    """An original's call with its input and outputs divided as smoothing divides its replacement's."""
     args = (stats.given(call.args[0]), *call.args[1:]) if call.args else ()
     kwargs = call.kwargs if call.args else {name: stats.given(value) for name, value in call.kwargs.items()}
     return Call(args, kwargs, tuple(stats.due(output) for output in call.outputs))

@@ -87,7 +87,7 @@ def read(path: Path) -> tuple[list[Kernel], list[str]]:
 
 
 def _is_first(file: Path) -> bool:
-    """Whether no other form of the same kernel says more: Triton keeps assembly beside code objects."""
+    """Whether no other form of the same kernel says more: Triton writes assembly next to code objects."""
     return file.suffix != ".hsaco" or not file.with_suffix(".amdgcn").is_file()
 
 
@@ -120,7 +120,7 @@ def of_file(path: Path) -> list[Kernel]:
 
 
 def _finished(kernel: Kernel, path: Path) -> Kernel:
-    """A kernel with what Triton's files beside it say, and its occupancy."""
+    """A kernel with what Triton's files next to it say, and its occupancy."""
     kernel = _with_triton(kernel, path)
     try:
         return replace(kernel, occupancy=occupancy(kernel.arch, kernel.used))
@@ -129,11 +129,11 @@ def _finished(kernel: Kernel, path: Path) -> Kernel:
 
 
 def _with_triton(kernel: Kernel, path: Path) -> Kernel:
-    """Triton's metadata say the shared memory of the launch, which it asks for when it launches, and the warps."""
-    beside, ir = path.with_suffix(".json"), path.with_suffix(".ttgir")
-    if beside.is_file():
+    """A kernel with the dynamic shared memory and the warps of its launch, which Triton's metadata have."""
+    file, ir = path.with_suffix(".json"), path.with_suffix(".ttgir")
+    if file.is_file():
         try:
-            facts = json.loads(beside.read_text(encoding="utf-8"))
+            facts = json.loads(file.read_text(encoding="utf-8"))
             known = facts_of(kernel.arch)
             wave = known.wave_size if known else int(facts["target"]["warp_size"])
             used = replace(
@@ -143,9 +143,7 @@ def _with_triton(kernel: Kernel, path: Path) -> Kernel:
             )
             kernel = replace(kernel, used=used, notes=tuple(one for one in kernel.notes if one != NO_SIZE))
         except _DAMAGED as error:
-            said = (
-                f"{beside.name} is not Triton's, or it is cut off ({str(error)[:60]}): shared memory is the static one"
-            )
+            said = f"{file.name} is not Triton's, or it is cut off ({str(error)[:60]}): shared memory is the static one"
             kernel = replace(kernel, notes=(*kernel.notes, said))
     if ir.is_file():
         text = ir.read_text(encoding="utf-8", errors="replace")

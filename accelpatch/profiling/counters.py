@@ -2,8 +2,8 @@
 
 Formats: rocprofiler-sdk's documentation of `kernel_trace.csv` and `counter_collection.csv` and its SQL of the rocpd
 views `kernels`, `kernel_pmc_events` and `counters_collection`; rocprof's `results.csv`; Nsight Compute's CLI manual
-(`--csv`, pages details and raw); Perfetto's trace protocol. None of AMD's tools was run here: the readers are held to
-these formats.
+(`--csv`, pages details and raw); Perfetto's trace protocol. None of AMD's tools was run here: the readers are tested
+with these formats.
 """
 
 from __future__ import annotations

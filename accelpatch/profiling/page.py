@@ -1,4 +1,5 @@
-"""One HTML page of two profiles, the original beside the patched model: no script, no other file, nothing fetched.
+"""One HTML page that compares two profiles, of the original and of the patched model: no script, no other file, nothing
+fetched.
 
 Every name comes from a trace and is escaped: a kernel may be called anything.
 """

@@ -1,4 +1,4 @@
-"""Every operation of a decode step beside what the memory and the arithmetic units can do at most.
+"""Every operation of a decode step compared with what the memory and the arithmetic units can do at most.
 
 Bytes and operations are those that the shapes ask for (work.py), times those of a recorded run. The read limit is
 measured by a plain read of a large buffer, the peak by a square product of torch in the model's dtype: what this

@@ -1,8 +1,8 @@
-"""Bytes that an operation has to move and operations that it computes, from its arguments: what a roofline compares.
+"""Bytes and floating-point operations of an operation, computed from its arguments, for a roofline.
 
-Bytes are those of every tensor among the arguments, each once, and of the result where it is the size of x: what must
-be read at least. Of an embedding they are the rows that are looked up, of experts those that are chosen, of attention
-over a cache the slots that hold tokens. Operations are 2 M N K of a linear layer, 4 B H L D of attention.
+Bytes are those of each tensor among the arguments, counted once, and of the result where it has the size of x: the
+least that has to be moved. Of an embedding they are the rows that are looked up, of experts those that are chosen, of
+attention over a cache the slots that hold tokens. Operations are 2 M N K of a linear layer, 4 B H L D of attention.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from accelpatch.kernels.cpu.decode_step import DecodeStep
 from accelpatch.kernels.spec import Spec
 
-DEPTH = 3  # of objects within arguments: a fused linear layer, its weight, the tensors
+DEPTH = 3  # levels of objects that are searched for tensors: a fused linear layer, its weight, the weight's tensors
 EMBEDDINGS = ("int8_embedding", "block_embedding", "packed_embedding")
 
 
 @dataclass(frozen=True)
 class Work:
-    """bytes, operations: of one run. sizes: of the Spec, such as M, N and K; {} where it has none. what: which part of
-    a larger operation it is."""
+    """bytes, operations: of one run. sizes: those of the Spec, such as M, N and K; {} without a Spec. what: which part
+    of a larger operation it is."""
 
     bytes: int
     operations: int
@@ -33,7 +33,8 @@ class Work:
 
 
 def work(op: str, spec: Callable[..., Spec], args: Sequence[Any], context: int) -> Work:
-    """The Work of one run of the operation `op`. context: tokens in the cache, as the device alone knows them."""
+    """The Work of one run of the operation `op`. context: tokens in the cache, which only
+    the device knows otherwise."""
     if isinstance(args[0], DecodeStep):
         return _of_native(args[0], args[5], args[6], args[1].shape[0], context)
     made = spec(*args)
@@ -54,7 +55,7 @@ def work(op: str, spec: Callable[..., Spec], args: Sequence[Any], context: int) 
 
 
 def _of_attention(args: Sequence[Any], context: int, sizes: Mapping[str, int]) -> Work:
-    """Of one new token a row over a cache, whose window may be shorter than what it holds."""
+    """The work of attention of one new token a row over a cache. A window may be shorter than the cached tokens."""
     qkv, keys, values, shape = args[0], args[4], args[5], args[6]
     seen = min(context, sizes["L"], shape.window or context)
     read = qkv.nbytes + (keys.nbytes + values.nbytes) * seen // max(1, sizes["L"])
@@ -62,7 +63,7 @@ def _of_attention(args: Sequence[Any], context: int, sizes: Mapping[str, int]) -
 
 
 def _of_experts(tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> Work:
-    """Of the chosen experts, at most so many different ones as tokens choose."""
+    """The work of the chosen experts, assumed to be all different, as far as there are that many."""
     number, chosen = sizes["E"], sizes.get("M", 1) * sizes.get("k", 1)
     stacks = sum(one.nbytes for one in tensors if one.dim() > 1 and one.shape[0] == number)
     rest = sum(one.nbytes for one in tensors) - stacks
@@ -71,7 +72,7 @@ def _of_experts(tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> Work:
 
 
 def _of_native(step: DecodeStep, first: int, last: int, rows: int, context: int) -> Work:
-    """Of some layers of a native step, with embedding and head where they are part of them."""
+    """The work of layers `first` to `last` of a native step, with embedding and head where these are among them."""
     read, flop, what = 0, 0, "of a layer" if first < last else "of the embedding"
     for place in range(first, last):
         layer = step.layers[place]

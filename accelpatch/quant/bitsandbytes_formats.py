@@ -5,8 +5,8 @@
     LLM.int8()    weight int8 [N, K], SCB[N]: the largest magnitude of each row
 
 Codes stay as they are. absmax becomes float32 as bitsandbytes computes it; where K is no multiple of the block, groups
-along K are as long as both allow. LLM.int8()'s outliers are a matter of its activations, which stay float here. What
-cannot be so is refused with a KernelError that begins with the tensor's name. Source: bitsandbytes 0.50.
+along K are as long as both allow. LLM.int8() splits outliers off the activations, which stay float here. What this form
+cannot represent is refused with a KernelError that begins with the tensor's name. Source: bitsandbytes 0.50.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NESTED = 256  # codes of a quantised absmax
 
 
 def four_bits(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> Int4Rows:
-    """A linear layer[n, k] in nf4 or fp4. config: not read: its tensors say all."""
+    """A linear layer[n, k] in nf4 or fp4. config is not read: the tensors describe the format."""
     name, state = _state(tensors, n, k)
     size = state["blocksize"]
     codes = _given(tensors, "weight").contiguous().flatten().view(torch.uint8)  # whatever dtype it is stored in
@@ -67,15 +67,15 @@ def int8(tensors: Tensors, config: Mapping[str, Any], n: int, k: int) -> Int8Row
 
 
 def _state(tensors: Tensors, n: int, k: int) -> tuple[str, dict[str, Any]]:
-    """nf4 or fp4, and what the JSON beside the weight says."""
-    found = [(name, one) for name, place in STATES.items() if (one := tensors.get(place)) is not None]
-    if len(found) != 1:
-        raise KernelError(f"weight has {len(found)} states {', '.join(STATES.values())}, and one belongs here")
-    (name, held), place = found[0], STATES[found[0][0]]
+    """nf4 or fp4, and the block sizes and the offset in the quant_state, the JSON stored with the weight."""
+    states = [(name, one) for name, place in STATES.items() if (one := tensors.get(place)) is not None]
+    if len(states) != 1:
+        raise KernelError(f"weight has {len(states)} states {', '.join(STATES.values())}, and one belongs here")
+    (name, stored), place = states[0], STATES[states[0][0]]
     try:
-        if held.dtype != torch.uint8 or held.numel() > LONGEST_STATE:
+        if stored.dtype != torch.uint8 or stored.numel() > LONGEST_STATE:
             raise ValueError("no bytes of a short text")
-        state = json.loads(bytes(held.flatten().tolist()))
+        state = json.loads(bytes(stored.flatten().tolist()))
         size, shape = state["blocksize"], list(state["shape"])
         nested = state.get("nested_blocksize", NESTED), float(state.get("nested_offset", 0.0))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
@@ -89,20 +89,20 @@ def _state(tensors: Tensors, n: int, k: int) -> tuple[str, dict[str, Any]]:
 
 def _absmax(tensors: Tensors, state: Mapping[str, Any], blocks: int) -> Tensor:
     """The scale of each block, float32[blocks]."""
-    held = _given(tensors, "weight.absmax").flatten()
-    if held.numel() != blocks or (held.dtype != torch.uint8 and not held.is_floating_point()):
-        raise KernelError(f"weight.absmax is {held.dtype} {list(held.shape)}, and [{blocks}] belongs here")
-    if held.dtype == torch.uint8:
+    absmax = _given(tensors, "weight.absmax").flatten()
+    if absmax.numel() != blocks or (absmax.dtype != torch.uint8 and not absmax.is_floating_point()):
+        raise KernelError(f"weight.absmax is {absmax.dtype} {list(absmax.shape)}, and [{blocks}] belongs here")
+    if absmax.dtype == torch.uint8:
         levels, scales = _given(tensors, "weight.nested_quant_map"), _given(tensors, "weight.nested_absmax").flatten()
         size = state["nested_blocksize"]
         if levels.numel() != NESTED or scales.numel() != -(-blocks // size):
             found = f"{levels.numel()} levels and {scales.numel()} scales"
             raise KernelError(f"weight.nested_absmax: {found}, and {NESTED} and {-(-blocks // size)} belong here")
-        of_block = scales.float()[torch.arange(blocks, device=held.device) // size]
-        held = levels.float().flatten()[held.int()] * of_block + state["nested_offset"]
-    if not bool(held.isfinite().all()):
+        of_block = scales.float()[torch.arange(blocks, device=absmax.device) // size]
+        absmax = levels.float().flatten()[absmax.int()] * of_block + state["nested_offset"]
+    if not bool(absmax.isfinite().all()):
         raise KernelError("weight.absmax has NaN or infinity")
-    return held.float()
+    return absmax.float()
 
 
 def _given(tensors: Tensors, name: str) -> Tensor:

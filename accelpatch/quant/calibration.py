@@ -94,7 +94,7 @@ class Collector:
     _latest: tuple[Tensor, int, tuple[Tensor, ...]] | None = None
 
     def see(self, path: str, x: Tensor) -> None:
-        """Take the input x[..., K] of a site; those of q, k and v are one tensor, whose figures are made once."""
+        """Take the input x[..., K] of a site; q, k and v share one tensor, whose figures are computed once."""
         if not x.numel():
             return
         version = -1 if x.is_inference() else x._version  # those have none, and may be written into
@@ -112,9 +112,9 @@ class Collector:
     def see_output(self, path: str, y: Tensor) -> None:
         """Take the output y[..., N] of a site."""
         if y.numel():
-            most = y.detach().reshape(-1, y.shape[-1]).abs().amax(0).float()
-            held = self._outputs.get(path)
-            self._outputs[path] = most if held is None else torch.maximum(held, most)
+            absmax = y.detach().reshape(-1, y.shape[-1]).abs().amax(0).float()
+            earlier = self._outputs.get(path)
+            self._outputs[path] = absmax if earlier is None else torch.maximum(earlier, absmax)
 
     def finish(self) -> dict[str, ChannelStatistics]:
         """The statistics by site. Raises KernelError, naming the site, for inputs that are not finite."""

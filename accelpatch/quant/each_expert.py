@@ -48,9 +48,9 @@ def _layer(
     reader: Reader, tensors: Mapping[str, Any], path: str, config: Mapping[str, Any], n: int, k: int
 ) -> dict[str, Tensor]:
     """The canonical tensors of one layer; what a checkpoint says of its input is left out."""
-    held = {name.removeprefix(f"{path}."): one for name, one in tensors.items() if name.startswith(f"{path}.")}
+    of_layer = {name.removeprefix(f"{path}."): one for name, one in tensors.items() if name.startswith(f"{path}.")}
     try:
-        found: dict[str, Tensor] = reader(held, config, n, k).tensors()
+        found: dict[str, Tensor] = reader(of_layer, config, n, k).tensors()
     except KernelError as error:
         raise KernelError(f"{path}.{error}") from None  # the whole name is what a message begins with
     return {part: one for part, one in found.items() if part in ("q", "scale", "offset")}

@@ -16,27 +16,27 @@ from accelpatch.kernels.ops.linear import by_layout
 from accelpatch.quant import codebook, fp8, int3, int4, int8
 
 
-def _int4_as(weight: Tensor, held: Int4Rows) -> Int4Rows:
-    group = held.k // held.scale.shape[1]
-    if held.codes:
-        return codebook.quantize(weight, group_size=group, codebook=held.codes)
-    kind = held.kind
+def _int4_as(weight: Tensor, like: Int4Rows) -> Int4Rows:
+    group = like.k // like.scale.shape[1]
+    if like.codes:
+        return codebook.quantize(weight, group_size=group, codebook=like.codes)
+    kind = like.kind
     return int4.quantize(weight, group_size=group, symmetric=kind == "none", zero_point=kind == "zero_point")
 
 
-def _int3_as(weight: Tensor, held: Int3Rows) -> Int3Rows:
-    group, kind = held.k // held.scale.shape[1], held.kind
+def _int3_as(weight: Tensor, like: Int3Rows) -> Int3Rows:
+    group, kind = like.k // like.scale.shape[1], like.kind
     return int3.quantize(weight, group_size=group, symmetric=kind == "none", zero_point=kind == "zero_point")
 
 
-def _w8a8_as(weight: Tensor, held: W8A8Rows) -> W8A8Rows:
-    if held.w.dtype == torch.int8:
-        return W8A8Rows(*int8.quantize(weight).arguments(), held.input_scale)
-    return W8A8Rows(*fp8.quantize(weight, fnuz=held.w.dtype == torch.float8_e4m3fnuz).arguments())
+def _w8a8_as(weight: Tensor, like: W8A8Rows) -> W8A8Rows:
+    if like.w.dtype == torch.int8:
+        return W8A8Rows(*int8.quantize(weight).arguments(), like.input_scale)
+    return W8A8Rows(*fp8.quantize(weight, fnuz=like.w.dtype == torch.float8_e4m3fnuz).arguments())
 
 
-def _refuse(weight: Tensor, held: GgufBlocks) -> GgufBlocks:
-    raise KernelError(f"{held.form} is read from GGUF files and not made: floats cannot be written into this weight")
+def _refuse(weight: Tensor, like: GgufBlocks) -> GgufBlocks:
+    raise KernelError(f"{like.form} is read from GGUF files and not made: floats cannot be written into this weight")
 
 
 FORMATS: Mapping[type, Callable[[Tensor, Any], RowMajor]] = {
@@ -58,14 +58,14 @@ def weight_of(kind: str, parts: Mapping[str, Tensor | None]) -> Any:
     return KINDS.get(kind, Fp8Rows).of(parts)
 
 
-def quantize_as(weight: Tensor, held: RowMajor) -> RowMajor:
-    """Quantise a float weight [N, K] to the format and group size of another of its shape, in its order of columns.
+def quantize_as(weight: Tensor, like: RowMajor) -> RowMajor:
+    """Quantise a float weight [N, K] to the format, the group size and the order of columns of `like`, of its shape.
 
     Raises KernelError for values that the format cannot hold, and for a format that is not made.
     """
-    if held.order is None:
-        return FORMATS[type(held)](weight, held)
-    return FORMATS[type(held)](weight[:, held.order.long()], held).replace(order=held.order)
+    if like.order is None:
+        return FORMATS[type(like)](weight, like)
+    return FORMATS[type(like)](weight[:, like.order.long()], like).replace(order=like.order)
 
 
 def dequantize(weight: RowMajor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -55,13 +55,13 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def of_blocks(scale: Tensor, n: int) -> Tensor:
-    """The scales of n rows, of those of their blocks."""
+    """scale[n, G] of rows, from the scales of their blocks of 128 x 128 values."""
     return scale.repeat_interleave(FP8_BLOCK, 0)[:n].contiguous()
 
 
-def check_blocks(held: Fp8Rows, n: int | None, k: int | None) -> None:
-    """Raise KernelError unless a weight from a file is one [n, k] in blocks, with scales that can be."""
-    q, scale = held.w, held.scale
+def check_blocks(weight: Fp8Rows, n: int | None, k: int | None) -> None:
+    """Raise KernelError unless a weight from a file is one [n, k] with scales of blocks, all of which are valid."""
+    q, scale = weight.w, weight.scale
     if q.dtype != torch.float8_e4m3fn or n is None or k is None or list(q.shape) != [n, k]:
         raise KernelError(f"q is {q.dtype} {list(q.shape)}, and float8_e4m3fn {[n, k]} belongs here")
     if bool((q.view(torch.uint8) & NAN == NAN).any()):
@@ -78,8 +78,8 @@ def dtype_of(*, fnuz: bool) -> torch.dtype:
     return torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
 
 
-def quantize_as(weight: Tensor, held: Fp8Rows) -> Fp8Rows:
-    """Quantise a float weight [N, K] to the form of another."""
-    if held.blocks:
+def quantize_as(weight: Tensor, like: Fp8Rows) -> Fp8Rows:
+    """Quantise a float weight [N, K] to the 8-bit format of `like`: e4m3fn or e4m3fnuz, scales of rows or of blocks."""
+    if like.blocks:
         return quantize_blocks(weight)
-    return quantize(weight, fnuz=held.w.dtype == torch.float8_e4m3fnuz)
+    return quantize(weight, fnuz=like.w.dtype == torch.float8_e4m3fnuz)

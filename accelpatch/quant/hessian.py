@@ -11,7 +11,7 @@ from accelpatch.errors import KernelError
 
 
 @dataclass(eq=False)
-class _Moments:
+class _SecondMoment:
     total: Tensor  # [K, K] float32
     tokens: int = 0
 
@@ -20,32 +20,33 @@ class _Moments:
 class Hessians:
     """Sums x x^T of each site's inputs, on the device where they are. Sites that read one tensor share one sum."""
 
-    _of: dict[str, _Moments] = field(default_factory=dict)
-    _latest: tuple[Tensor, int, _Moments] | None = None
+    _of: dict[str, _SecondMoment] = field(default_factory=dict)
+    _latest: tuple[Tensor, int, _SecondMoment] | None = None
 
     def see(self, path: str, x: Tensor) -> None:
-        """Take the input x[..., K] of a site."""
+        """Add the input x[..., K] of a site to its sum."""
         if not x.numel():
             return
-        version = -1 if x.is_inference() else x._version  # those have none, and may be written into
-        latest, held = self._latest, self._of.get(path)
+        # An inference tensor has no version counter, and may have been written into meanwhile.
+        version = -1 if x.is_inference() else x._version
+        latest, moment = self._latest, self._of.get(path)
         same = latest is not None and latest[0] is x and version == latest[1] >= 0
-        if same and latest is not None and held in (None, latest[2]):
+        if same and latest is not None and moment in (None, latest[2]):
             self._of[path] = latest[2]
             return
-        if held is None:
+        if moment is None:
             zeros = torch.zeros(x.shape[-1], x.shape[-1], dtype=torch.float32, device=x.device)
-            held = self._of[path] = _Moments(zeros)
+            moment = self._of[path] = _SecondMoment(zeros)
         rows = x.detach().reshape(-1, x.shape[-1])
-        _add(held.total, rows)
-        held.tokens += len(rows)
-        self._latest = x, version, held
+        _add(moment.total, rows)
+        moment.tokens += len(rows)
+        self._latest = x, version, moment
 
     def shared(self) -> list[list[str]]:
-        """The paths that were seen, those of one input together."""
+        """The paths that were seen, in groups that share one input."""
         groups: dict[int, list[str]] = {}
-        for path, held in self._of.items():
-            groups.setdefault(id(held), []).append(path)
+        for path, moment in self._of.items():
+            groups.setdefault(id(moment), []).append(path)
         return list(groups.values())
 
     def tokens(self, path: str) -> int:
@@ -57,16 +58,16 @@ class Hessians:
 
         Raises KernelError, naming the site, for inputs that are not finite.
         """
-        held = self._of.get(path)
-        if held is None:
+        moment = self._of.get(path)
+        if moment is None:
             return None
-        bad = ~held.total.diagonal().isfinite()
+        bad = ~moment.total.diagonal().isfinite()
         if bool(bad.any()):
             raise KernelError(
                 f"{path}: channel {int(bad.nonzero()[0])} of its input is NaN or infinite while calibrating: "
                 "check the model in this dtype, or load it in bfloat16 or float32"
             )
-        return held.total / held.tokens
+        return moment.total / moment.tokens
 
 
 def _add(total: Tensor, rows: Tensor) -> None:

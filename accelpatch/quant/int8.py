@@ -67,7 +67,7 @@ def quantize(weight: Tensor, *, group_size: int | None = None, half_scales: bool
     return Int8Rows(torch.cat([one.w for one in parts]), torch.cat([one.scale for one in parts]))
 
 
-def quantize_as(weight: Tensor, held: Int8Rows) -> Int8Rows:
-    """Quantise a float weight [N, K] with the group size and the scales' dtype of another of its shape."""
-    half = held.scale.dtype == torch.float16
-    return quantize(weight, group_size=held.k // held.scale.shape[1], half_scales=half)
+def quantize_as(weight: Tensor, like: Int8Rows) -> Int8Rows:
+    """Quantise a float weight [N, K] with the group size and the scales' dtype of `like`, of the same shape."""
+    half = like.scale.dtype == torch.float16
+    return quantize(weight, group_size=like.k // like.scale.shape[1], half_scales=half)

@@ -49,8 +49,8 @@ def _rows(
     packed, scaled, whole = names
     if k % GROUP:
         raise KernelError(f"{packed}: K = {k} is no multiple of the {GROUP} values that share a scale")
-    codes = _held(tensors, packed, torch.uint8, (n, k // 2)).view(torch.int8)
-    scale = _held(tensors, scaled, E4M3, (n, k // GROUP))
+    codes = _checked_tensor(tensors, packed, torch.uint8, (n, k // 2)).view(torch.int8)
+    scale = _checked_tensor(tensors, scaled, E4M3, (n, k // GROUP))
     wide = scale.float()
     if not bool((finite := wide.isfinite()).all()):
         raise KernelError(f"{scaled}{[int(i) for i in (~finite).nonzero()[0]]} is NaN: fetch it again")
@@ -90,7 +90,7 @@ def _one(tensors: Tensors, name: str, *, optional: bool = False) -> Tensor | Non
     return found.reshape(1)
 
 
-def _held(tensors: Tensors, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _checked_tensor(tensors: Tensors, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     found = tensors.get(name)
     if found is None:
         raise KernelError(f"{name} is missing")

@@ -8,9 +8,9 @@
     compressed-tensors  weight_packed int32 [N, K bits / 32], weight_scale [N, G], weight_zero_point [N bits / 32, G];
                         or weight[N, K] int8 or e4m3 with weight_scale [N, 1] or [1]
 
-w[n, k] = scale[n, g] (code[n, k] - zero[n, g]). Codes, scales and zero points stay as they are; columns of
-act-order (desc_act) are sorted by their groups, and the order kept beside them: nothing is rounded again. What cannot
-be so is refused with a KernelError that begins with the tensor's name. Sources: GPTQModel 7.7, AutoAWQ 0.2.9,
+w[n, k] = scale[n, g] (code[n, k] - zero[n, g]). Codes, scales and zero points stay as they are; columns of act-order
+(desc_act) are sorted by their groups, and the order is kept as a tensor of its own: nothing is rounded again. What
+cannot be so is refused with a KernelError that begins with the tensor's name. Sources: GPTQModel 7.7, AutoAWQ 0.2.9,
 compressed-tensors of llm-compressor 0.14, whose checkpoints the tests read.
 """
 

@@ -4,7 +4,7 @@ readers, which list the tensors (packed_formats.py).
     w[n, k] = scale[n, g] (code[n, k] - zero[n, g])
 
 zero is an integer, so that a float minimum fits only where it is -zero scale. Codes and scales stay as they are; only
-GPTQ and AWQ, whose scales are float16, round wider ones. A scale of 0, which readers refuse, becomes 1 beside codes
+GPTQ and AWQ, whose scales are float16, round wider ones. A scale of 0, which readers refuse, becomes 1 with codes
 that are all zero: the same weight.
 """
 

@@ -48,16 +48,16 @@ def row_blocks(groups: Tensor) -> tuple[Tensor, ...]:
     return groups.split(max(1, BLOCK // (groups.shape[1] * groups.shape[2]))) if groups.is_cpu else (groups,)
 
 
-def check_held(
-    held: RowMajor, n: int | None, k: int | None, codes: tuple[torch.dtype, ...], floats: tuple[torch.dtype, ...],
+def check_weight(
+    weight: RowMajor, n: int | None, k: int | None, codes: tuple[torch.dtype, ...], floats: tuple[torch.dtype, ...],
     zero_code: int | None = 0,
 ) -> None:  # fmt: skip
-    """Raise KernelError unless a weight from a file is one [N, K] of these dtypes, with scales that can be.
+    """Raise KernelError unless a weight from a file is [n, k] and of these dtypes, and its scales are valid.
 
-    zero_code: what q holds for a value of zero, where there is no offset; None where a scale of zero may have any
-    codes. An offset is of a scale's dtypes, or int8.
+    codes, floats: the dtypes that q and the scales may have; offsets may be int8 as well. zero_code: the code of the
+    value zero where there is no offset; codes whose scale is zero must be it. None: they may be anything.
     """
-    tensors, bits = held.tensors(), held.bits
+    tensors, bits = weight.tensors(), weight.bits
     q, scale, offset = tensors["q"], tensors["scale"], tensors.get("offset")
     if q.dtype not in codes or n is None or k is None or list(q.shape) != [n, k * bits // 8]:
         raise KernelError(f"q is {q.dtype} {list(q.shape)}, and {codes[0]} {[n, (k or 0) * bits // 8]} belongs here")

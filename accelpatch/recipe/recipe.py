@@ -74,7 +74,7 @@ class Verify:
     """How far the output of a replacement may differ from its original's, on the inputs captured at the site.
 
     A number bounds the error in ``metric``; Units bound each element and the relative RMSE in units of the dtype's
-    rounding error. A replacement that keeps its weights' format is held to Units: to EXACT if the recipe has none.
+    rounding error. A replacement that keeps its weights' format is judged by Units: by EXACT if the recipe has none.
     """
 
     metric: str = "relative_rmse"

@@ -20,7 +20,7 @@ from accelpatch.kernels.ops.experts import gemv as expert_gemv
 from accelpatch.kernels.spec import Spec
 from accelpatch.models.family import ACTIVATION_CLASSES, CLAMPED_GATES
 from accelpatch.modules.experts import DOWN, UP, ExpertsForm, floats, form_of, rows_of
-from accelpatch.modules.quantized_experts import PARTS, Held, checked, quantised
+from accelpatch.modules.quantized_experts import PARTS, WeightTensors, checked, quantised
 from accelpatch.patching.replacer import Choice, Reason, Replacer
 from accelpatch.patching.site import Site
 from accelpatch.quant import codebook, fp8, gptq, int4, int8
@@ -169,27 +169,29 @@ class _QuantizedExperts(CalibratedReplacer, KernelReplacer):
         return chosen, f"experts by {chosen}: {why}" if why else "", spec
 
     def _bytes(self, site: Site, number: int, shapes: Shapes, groups: tuple[int, ...], kernel: str, offset: str) -> int:
-        """Bytes that the replacement holds."""
+        """Bytes of the replacement's tensors."""
         total = 0
         for (n, k), group in zip(shapes.values(), groups, strict=True):
-            beside = (4 if kernel == NATIVE and group == k else self.scale_bytes(kernel)) * (1 + (offset == "minimum"))
+            each = (4 if kernel == NATIVE and group == k else self.scale_bytes(kernel)) * (1 + (offset == "minimum"))
             columns = -(-k // BLOCK) * BLOCK if self.bits == 4 and kernel != NATIVE else k
-            total += number * n * (columns * self.bits // 8 + k // group * beside + self.row_bytes)
+            total += number * n * (columns * self.bits // 8 + k // group * each + self.row_bytes)
         biases = (one for name, one in site.original._parameters.items() if one is not None and name.endswith("_bias"))
         return total + sum(one.numel() * (4 if kernel == NATIVE else one.element_size()) for one in biases)
 
     @torch.no_grad()
     def build(self, site: Site, choice: Choice, stats: Any = None) -> nn.Module:
-        form, weights = choice.detail["form"], dict[str, Held]()
+        form, weights = choice.detail["form"], dict[str, WeightTensors]()
         made = None if stats is None else stats.rounded
         for name, group in zip((UP, DOWN), choice.detail["groups"], strict=True):
             weight = site.original._parameters[name]
             assert weight is not None
             rows = rows_of(form, name, weight.detach())
-            parts = stacked([self.quantized(one, group, choice) for one in rows]) if made is None else _held(made, name)
+            parts = (
+                stacked([self.quantized(one, group, choice) for one in rows]) if made is None else _parts(made, name)
+            )
             bias = site.original._parameters.get(f"{name}_bias")
-            beside = None if bias is None else rows_of(form, f"{name}_bias", bias.detach()).clone()
-            weights[name] = {**parts, "bias": beside}
+            bias_rows = None if bias is None else rows_of(form, f"{name}_bias", bias.detach()).clone()
+            weights[name] = {**parts, "bias": bias_rows}
         return quantised(site.original, form, weights, self.bits, choice.kernel == NATIVE)
 
     def restore(self, site: Site, choice: Choice, saved: Mapping[str, Tensor]) -> nn.Module:
@@ -209,8 +211,8 @@ class _QuantizedExperts(CalibratedReplacer, KernelReplacer):
         return [name for name in names if name.startswith(f"{site.path}.")]
 
 
-def _held(made: Mapping[str, Tensor], name: str) -> dict[str, Tensor | None]:
-    """The canonical tensors of one weight, of those of a state dict."""
+def _parts(made: Mapping[str, Tensor], name: str) -> dict[str, Tensor | None]:
+    """The canonical tensors of one weight, out of those of a state dict."""
     return {part: made.get(f"{name}_{part}") for part in ("q", "scale", "offset")}
 
 

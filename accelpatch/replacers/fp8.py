@@ -25,7 +25,7 @@ from accelpatch.modules.quantized_module import QuantizedModule
 from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
 from accelpatch.quant import fp8
-from accelpatch.quant.weight import check_held
+from accelpatch.quant.weight import check_weight
 from accelpatch.replacers.proposing import LinearReplacer
 from accelpatch.replacers.weight_kernels import (
     CPU_LIBRARY,
@@ -61,7 +61,7 @@ class Fp8WeightOnly(LinearReplacer):
 
     def restore(self, site: Site, choice: Choice, saved: Any) -> nn.Module:
         _check_form(saved, choice)
-        check_held(saved, site.n, site.k, (fp8.dtype_of(fnuz=choice.detail["fnuz"]),), (torch.float32,))
+        check_weight(saved, site.n, site.k, (fp8.dtype_of(fnuz=choice.detail["fnuz"]),), (torch.float32,))
         if bool((saved.scale < 0).any()):
             raise KernelError(f"scale has {float(saved.scale.min())}, and a scale is no negative number")
         return self._module(site, saved)
@@ -72,7 +72,7 @@ class Fp8WeightOnly(LinearReplacer):
 
 
 class Fp8Blocks(Fp8WeightOnly):
-    """float8_e4m3fn weights with a float32 scale for each block of 128 x 128, held as scales of rows.
+    """float8_e4m3fn weights with a float32 scale for each block of 128 x 128, stored as scales of rows.
 
     activations: whether inputs are rounded so too, with a scale for each 128 values of a token (W8A8).
     """

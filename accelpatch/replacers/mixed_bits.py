@@ -87,9 +87,9 @@ def measured(
 ) -> list[Measured]:
     """The layers of a model with what each format costs. plans: the name of a format -> the plan with it everywhere.
 
-    batches: each the keyword arguments of one call, whose logits are compared. kept: where finished blocks are, and are
-    put. The model is as it was when this returns. Raises PlanError for weights that are offloaded, and for a model
-    without logits.
+    batches: each the keyword arguments of one call, whose logits are compared. kept: where finished blocks are read
+    from and written to. The model is as it was when this returns. Raises PlanError for weights that are offloaded, and
+    for a model without logits.
     """
     entries = {name: _entries(plan) for name, plan in plans.items()}
     paths = list(dict.fromkeys(path for one in entries.values() for path in one))
@@ -98,7 +98,7 @@ def measured(
     reference = _References(runner)
     for done, (block, inside) in enumerate(blocks.items()):
         together = [[path] for path in inside] if block == OUTSIDE else _of_one_input(model, runner, block, inside)
-        stored = (kept.held(f"{block}.bits") if kept is not None else None) or {}
+        stored = (kept.finished(f"{block}.bits") if kept is not None else None) or {}
         made: dict[str, dict[str, Tensor]] = {}
         for group in together:
             options = _taken(stored.get(group[0], {}), list(entries)) or _options(entries, group, reference)
@@ -161,8 +161,8 @@ def _entries(plan: Plan) -> dict[str, Entry]:
 
 
 def _of_one_input(model: nn.Module, runner: Blocks, block: str, paths: Sequence[str]) -> list[list[str]]:
-    """The paths of a block, those that read one tensor together."""
-    inputs: dict[int, Any] = {}  # held, so that no other gets its id
+    """The paths of a block, in groups that read one tensor."""
+    inputs: dict[int, Any] = {}  # keeps the inputs alive, so that no other tensor gets the same id
     found: dict[Any, list[str]] = {}
 
     def see(path: str, call: Call) -> None:

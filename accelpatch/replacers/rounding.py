@@ -41,9 +41,9 @@ OUTSIDE = "outside of the layers: rounded to the nearest values"
 
 
 class Kept(Protocol):
-    """Where finished blocks are kept, so that an interrupted run goes on: path -> tensors by name."""
+    """Stores finished blocks, so that an interrupted run can go on: path -> tensors by name."""
 
-    def held(self, block: str) -> Mapping[str, Mapping[str, Tensor]] | None: ...
+    def finished(self, block: str) -> Mapping[str, Mapping[str, Tensor]] | None: ...
     def keep(self, block: str, made: Mapping[str, Mapping[str, Tensor]]) -> None: ...
 
 
@@ -81,9 +81,10 @@ def rounded(
 ) -> tuple[dict[str, SiteStatistics], list[str]]:
     """Path -> what the replacement there is built with; and notes for the report.
 
-    batches: each the keyword arguments of one call. kept: where finished blocks are, and are put. given: smoothing that
-    is settled already, which weights take in before they are rounded. The model is as it was when this returns. Raises
-    KernelError, naming the site, for activations that are not finite, and PlanError for weights that are offloaded.
+    batches: each the keyword arguments of one call. kept: where finished blocks are read from and written to. given:
+    smoothing that is decided already, which weights take in before they are rounded. The model is as it was when this
+    returns. Raises KernelError, naming the site, for activations that are not finite, and PlanError for weights that
+    are offloaded.
     """
     work = _Work.of(plan, given)
     blocks, runner, done = blocks_of(work.entries), Blocks(model, batches), 0
@@ -94,9 +95,9 @@ def rounded(
         progress(done, 2 * len(blocks) * len(batches))
 
     for block, paths in blocks.items():
-        held = None if kept is None else kept.held(block)
-        if held is not None:
-            work.take(held)
+        finished = None if kept is None else kept.finished(block)
+        if finished is not None:
+            work.take(finished)
             done += len(batches)
         else:
             observed = _Observed({path: work.entries[path] for path in paths})
@@ -219,9 +220,9 @@ class _Work:
         """The tensors of what was found in a block: path -> name -> tensor."""
         return {path: _tensors(stats) for path, stats in self.found.items() if block_of(path) == block}
 
-    def take(self, held: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over what `made` gave of a block in a run before."""
-        for path, parts in held.items():
+    def take(self, finished: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over a block that an earlier run finished. finished: what `made` gave then."""
+        for path, parts in finished.items():
             smoothing = {name: parts.get(name) for name in SMOOTHING}
             weight = {name: one for name, one in parts.items() if name not in SMOOTHING}
             stats = SiteStatistics(None, smoothing["factors"], smoothing["divisors"])

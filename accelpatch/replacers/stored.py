@@ -162,10 +162,10 @@ def _llm_int8(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str,
 
 
 def _of_llm_int8(module: nn.Module) -> Tensors:
-    """bitsandbytes holds SCB beside the weight, and after the first call in the module's state."""
+    """bitsandbytes has SCB as an attribute of the weight, and after the first call in the module's state."""
     weight, state = module._parameters.get("weight"), vars(module).get("state")
-    beside = getattr(weight, "SCB", None)
-    return {"weight": weight, "SCB": getattr(state, "SCB", None) if beside is None else beside}
+    of_weight = getattr(weight, "SCB", None)
+    return {"weight": weight, "SCB": getattr(state, "SCB", None) if of_weight is None else of_weight}
 
 
 def _of_four_bits(module: nn.Module) -> Tensors:

@@ -22,7 +22,7 @@ from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
 from accelpatch.quant import int8
 from accelpatch.quant.smoothing import LEVELS, SiteStatistics
-from accelpatch.quant.weight import check_held, check_input_scale
+from accelpatch.quant.weight import check_input_scale, check_weight
 from accelpatch.replacers.proposing import LinearReplacer
 from accelpatch.replacers.weight_kernels import (
     CPU_LIBRARY,
@@ -83,7 +83,7 @@ class W8A8(LinearReplacer):
         return W8A8Rows.of(parts)
 
     def restore(self, site: Site, choice: Choice, saved: Any) -> nn.Module:
-        check_held(saved, site.n, site.k, (torch.int8,), (torch.float32,))
+        check_weight(saved, site.n, site.k, (torch.int8,), (torch.float32,))
         one = getattr(saved, "input_scale", None)
         if saved.scale.shape[1] != 1:
             raise KernelError("a w8a8 weight has one scale a row and no offset")

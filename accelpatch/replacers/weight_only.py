@@ -27,7 +27,7 @@ from accelpatch.patching.replacer import Choice, Reason
 from accelpatch.patching.site import Site
 from accelpatch.quant import codebook, gptq, int3, int4, int8
 from accelpatch.quant.smoothing import SiteStatistics
-from accelpatch.quant.weight import check_held, check_input_scale
+from accelpatch.quant.weight import check_input_scale, check_weight
 from accelpatch.replacers.calibrated import CALIBRATED, CalibratedReplacer, how_of
 from accelpatch.replacers.proposing import LinearReplacer
 from accelpatch.replacers.weight_kernels import (
@@ -65,7 +65,7 @@ class WeightOnly(CalibratedReplacer, LinearReplacer):
     wanted: ClassVar[Any] = None  # group sizes, where a rule says none; a number: the only one
     dtypes: ClassVar[tuple[torch.dtype, ...]]  # of scales, the usual one first
     codes: ClassVar[str] = ""
-    row_bytes: ClassVar[int] = 0  # beside its scales
+    row_bytes: ClassVar[int] = 0  # of each row, besides its scales
 
     def quantized(self, weight: Tensor, detail: Mapping[str, Any]) -> RowMajor:
         """A float weight [N, K] in the format."""
@@ -114,7 +114,7 @@ class WeightOnly(CalibratedReplacer, LinearReplacer):
 
     def restore(self, site: Site, choice: Choice, saved: Any) -> nn.Module:
         zero = {8: 0, 4: None if self.codes else int4.ZERO_CODE}.get(BITS[self.op])
-        check_held(saved, site.n, site.k, (torch.int8,), self.dtypes, zero)
+        check_weight(saved, site.n, site.k, (torch.int8,), self.dtypes, zero)
         if isinstance(self.wanted, int) and saved.k != self.wanted * saved.scale.shape[1]:
             raise KernelError(f"scale is {list(saved.scale.shape)}, and one for each {self.wanted} values belongs here")
         given = saved.tensors().get("input_scale")

@@ -155,7 +155,7 @@ class Contents:
         self.static = static
 
 
-Held = TypeVar("Held", bound=Contents)
+ContentsT = TypeVar("ContentsT", bound=Contents)
 
 
 def _states(name: str) -> property:
@@ -255,7 +255,7 @@ def attached(cache: Any) -> Contents | None:
     return contents if contents is not None and contents.are_of(cache) else None
 
 
-def attach(cache: Any, static: Any, kind: type[Held] = Contents) -> Held:  # type: ignore[assignment]
+def attach(cache: Any, static: Any, kind: type[ContentsT] = Contents) -> ContentsT:  # type: ignore[assignment]
     """Move the tokens of `cache`, for which cache_form.py has no objection, into `static`, and leave them there.
 
     Of a sliding-window layer only the last tokens exist; the window hides all earlier ones.

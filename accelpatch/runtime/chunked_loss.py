@@ -1,4 +1,5 @@
-"""The loss of a causal language model over chunks of its tokens, in training: no more than one chunk's logits are held.
+"""The loss of a causal language model over chunks of its tokens, in training: the logits of only one chunk exist at a
+time.
 
     loss = sum over tokens of cross_entropy(cap(head(h) / divisor), next token) / their number
 

@@ -1,6 +1,7 @@
 """transformers' quantised cache, asked for by `generate(cache_implementation="quantized")`.
 
-Where steps run over a static cache in that format, tokens lie there, and the call's own cache is a DynamicCache.
+Where decode steps run over a static cache in that format, the tokens are kept there, and the call's own cache is a
+DynamicCache.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from typing import Any
 
 from accelpatch.kernels.layouts.kv_states import FP8, INT8
 
-FORMAT = "_accelpatch_format"  # attribute of a cache: the format of the static one that its tokens come to lie in
+FORMAT = "_accelpatch_format"  # attribute of a cache: the format of the static cache that keeps its tokens
 TAKEN = "KV cache in {}, for cache_implementation='quantized'"  # in the report
 QUANTIZED = "QuantizedCache"
 
 
 def format_asked(config: Any) -> str | None:
-    """The format of kernels/layouts/kv_states.py that a generation config asks for; None for any other cache. Of fewer
-    than 8 bits no kernel reads the groups."""
+    """The format of kernels/layouts/kv_states.py that a generation config asks for; None for any other cache. No
+    kernel reads the groups of caches with fewer than 8 bits."""
     if getattr(config, "cache_implementation", None) != "quantized" or (getattr(config, "num_beams", 1) or 1) > 1:
         return None
     given: Any = getattr(config, "cache_config", None) or {}
@@ -29,12 +30,12 @@ def format_asked(config: Any) -> str | None:
 
 
 def with_dynamic_cache(config: Any) -> Any:
-    """A copy of a generation config that asks for the cache that is the default."""
+    """A copy of a generation config that requests the default cache."""
     plain = copy.copy(config)
     plain.cache_implementation = plain.cache_config = None
     return plain
 
 
 def format_of_cache(cache: Any, default: str) -> str:
-    """The format of the static cache for a cache: the one that a call asked for, or the recipe's."""
+    """The format of the static cache that keeps a cache's tokens: the one that a call requested, or the recipe's."""
     return str(getattr(cache, FORMAT, None) or default)

@@ -20,7 +20,7 @@ FIRST = "exact"  # what others are said to be the same as
 @dataclass(frozen=True)
 class Bounds:
     """The most that a recipe may depart and take. kl: mean KL(original || patched) in nats. gb: 1e9 bytes of weights,
-    KV cache of the stated use and, on a GPU, all else that its process held at the peak; None: no bound."""
+    KV cache of the stated use and, on a GPU, all else that its process had allocated at the peak; None: no bound."""
 
     kl: float | None = None
     gb: float | None = None
@@ -60,7 +60,7 @@ class Candidate:
 @dataclass(frozen=True)
 class Trial:
     """A measured recipe. seconds: of one generate() call of the stated use, the median. prefill, decode: its two parts.
-    kl, top1: beside the original. size: bytes, planned or at the peak. failed: why there are no figures."""
+    kl, top1: compared with the original. size: bytes, planned or at the peak. failed: why there are no figures."""
 
     name: str
     seconds: float = 0.0
@@ -85,8 +85,8 @@ SHARE = 0.25  # of the time of all trials that one of them may take
 
 @dataclass
 class Search:
-    """What was tried. chosen: the fastest within the bounds, confirmed beside the original; None: why stands in
-    `refused`. original: its trial."""
+    """What was tried. chosen: the fastest within the bounds, confirmed in one process with the original; None: why
+    stands in `refused`. original: its trial."""
 
     shape: Shape
     bounds: Bounds
@@ -114,8 +114,8 @@ def search(
     candidates: Sequence[Candidate], run: Run, confirm: Run, shape: Shape, bounds: Bounds, limit: float = math.inf,
     budget: float = math.inf,
 ) -> Search:  # fmt: skip
-    """Try the candidates and choose. run: measures one; confirm: measures one beside the original in one process, and
-    its figures hold "original_seconds" too. limit: seconds of a trial. budget: of all trials together, but for the
+    """Try the candidates and choose. run: measures one; confirm: measures one and the original in one process, and
+    its figures have "original_seconds" too. limit: seconds of a trial. budget: of all trials together, but for the
     original's and those that confirm; one takes SHARE of it at most, and those that calibrate come last. Raises
     AccelpatchError where the original cannot be measured."""
     made = Search(shape, bounds)

@@ -21,7 +21,7 @@ def run_json(
 ) -> dict[str, Any] | str:
     """The JSON object that a command prints on stdout, or why there is none: it hung, crashed, failed or said no such.
 
-    seconds: after so many it is killed, with all processes that it started. environment: variables beside this
+    seconds: after so many it is killed, with all processes that it started. environment: variables besides this
     process's own.
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:

@@ -1,6 +1,6 @@
 """Tunes the GEMMs that a run recorded, in child processes: one a device, each GEMM with a time limit.
 
-What is done is written down at once beside the result, so that an interrupted call goes on. A child that crashes or
+Each result is written at once to a file next to `out`, so that an interrupted call goes on. A child that crashes or
 hangs costs the GEMM that it had; the next one gets a new child.
 """
 
@@ -71,7 +71,7 @@ def tune(
     """Tune these GEMMs on these devices (indices, as torch counts them) and write `out`.
 
     seconds: the limit of one GEMM. worker: the command of a child. Raises AccelpatchError where every device is lost,
-    and for unfinished work of another release; then what is done stays beside `out`.
+    and for unfinished work of another release; the results so far then stay in the file next to `out`.
     """
     made, log = _resumed(partial_file(out)), partial_file(out)
     jobs: queue.SimpleQueue[str] = queue.SimpleQueue()

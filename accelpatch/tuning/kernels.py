@@ -1,4 +1,4 @@
-"""Times the implementations of each call that a patched model makes; what is faster than the default is remembered."""
+"""Times the implementations of each operation that a patched model calls, and stores those faster than the default."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from accelpatch.kernels import choice, dispatch, measured
 from accelpatch.kernels.check import parity
 from accelpatch.kernels.spec import Result, Spec
 
-GAIN = 1.02  # the default stays unless another is faster by so much, twice
-SECONDS, REPEATS = 0.1, (5, 50)  # of one implementation and call: about so long, from so many runs to so many
+GAIN = 1.02  # the default stays unless another is faster by this factor, in two measurements
+SECONDS, REPEATS = 0.1, (5, 50)  # of one implementation and call: about this long, between these numbers of runs
 FAILURES = (CompileError, KernelError, RuntimeError, TypeError, ImportError)
-APART = ("flash_attention",)  # `tune attention` measures these
+APART = ("flash_attention",)  # operations that `tune attention` measures
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Call:
 
 @dataclass
 class Timed:
-    """A measured call. seconds: name -> median. refused: name -> why it does not count. default: what runs without a
-    measurement. chosen: what runs from now on."""
+    """A measured call. seconds: name -> median. refused: name -> why it is not considered. default: what runs without
+    measurements. chosen: what runs from now on."""
 
     op: str
     sizes: dict[str, int]
@@ -84,7 +84,7 @@ def tune(
 ) -> list[Timed]:  # fmt: skip
     """Time each call's implementations and store where another than the default is faster.
 
-    budget: seconds after which no further call is begun; those keep what they had. Raises CacheError.
+    budget: seconds after which no further call is measured; the others keep their implementation. Raises CacheError.
     """
     end, found, faster, tried = time.monotonic() + budget, [], [], []
     for done, call in enumerate(calls):
@@ -143,7 +143,7 @@ def _add(made: Timed, call: Call, name: str) -> str | None:
 
 def _wrong(call: Call, name: str) -> str | None:
     outputs = parity.as_tuple(dispatch.implementations_of(call.spec.op)[name].run(*call.args))
-    found = parity.compare_all(parity.beside_references(call.spec.op, call.args, outputs))
+    found = parity.compare_all(parity.against_references(call.spec.op, call.args, outputs))
     bad = next((one for one in found if not one.ok), None)
     return None if bad is None else f"its output is wrong: {bad.reason or bad.error}"
 

@@ -13,7 +13,7 @@ import torch
 
 import accelpatch
 from accelpatch.checkpoints import resume
-from accelpatch.checkpoints.target import beside
+from accelpatch.checkpoints.target import unfinished_folder
 from accelpatch.errors import LoadError, PatchError, PlanError, SaveError
 from accelpatch.recipe import methods
 from tests.checkpoints.test_kills import _forked
@@ -60,7 +60,7 @@ def test_killed_after_a_block(floats: Path, text: Path, tmp_path: Path, monkeypa
         patched.setattr(resume.Blocks, "keep", killed)
         assert _forked(lambda: quantised(floats, text, out)) == -signal.SIGKILL
     assert not out.exists()
-    assert [file.name for file in beside(out).iterdir()] == ["model.layers.0.block.safetensors"]
+    assert [file.name for file in unfinished_folder(out).iterdir()] == ["model.layers.0.block.safetensors"]
 
     def counted(self: resume.Blocks, block: str, made: Any) -> None:
         kept.append(block)
@@ -69,7 +69,7 @@ def test_killed_after_a_block(floats: Path, text: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(resume.Blocks, "keep", counted)
     assert quantised(floats, text, out) == due
     assert kept == ["model.layers.1"]
-    assert not beside(out).exists()
+    assert not unfinished_folder(out).exists()
 
 
 @pytest.mark.parametrize("size", [0, 10_000], ids=lambda size: f"{size} bytes")

@@ -11,7 +11,7 @@ import torch
 
 import accelpatch
 from accelpatch import api
-from accelpatch.checkpoints.save import beside
+from accelpatch.checkpoints.save import unfinished_folder
 from accelpatch.errors import SaveError
 from accelpatch.quant import int4, int8
 from tests.support.checkpoints import digests, logits, opened, weights
@@ -44,7 +44,7 @@ def _interrupted(floats: Path, out: Path, recipe: str = "int4") -> None:
     with pytest.raises(KeyboardInterrupt):
         api.quantize(str(floats), recipe, out, progress=_interrupt)
     assert not out.exists()
-    assert len(list(beside(out).iterdir())) == DONE
+    assert len(list(unfinished_folder(out).iterdir())) == DONE
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_a_stored_weight_that_is_damaged(
 ) -> None:
     _interrupted(floats, tmp_path / "out")
     calls.clear()
-    damage(sorted(beside(tmp_path / "out").iterdir())[0])
+    damage(sorted(unfinished_folder(tmp_path / "out").iterdir())[0])
     api.quantize(str(floats), "int4", tmp_path / "out")
     assert calls.total() == 15 - DONE + 1
     assert digests(tmp_path / "out") == whole
@@ -153,7 +153,7 @@ def test_what_is_stored_outlives_a_save_that_fails(
     api.quantize(str(floats), "int4", tmp_path / "out")
     assert calls.total() == 0
     assert digests(tmp_path / "out") == whole
-    assert not beside(tmp_path / "out").exists()
+    assert not unfinished_folder(tmp_path / "out").exists()
 
 
 def test_an_error_in_the_middle(floats: Path, tmp_path: Path, whole: dict[str, str]) -> None:

@@ -118,7 +118,7 @@ def test_prompts_and_drafts_are_not_captured_across_devices(kind: str, spread: N
         model.generate(**batch, **GREEDY)
         model(**batch)
     assert any("several devices" in path for path in model.accelpatch.report().paths)
-    assert step_of(model).prompts._held == {}
+    assert step_of(model).prompts._captured == {}
     assert fused(model).in_parts
 
 

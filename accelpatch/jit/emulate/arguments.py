@@ -151,6 +151,6 @@ class Buffer:
     """Memory of the emulator's own that a kernel may read: its arguments, constant data, the dispatch packet."""
 
     def __init__(self, name: str, data: bytes, memory: Memory) -> None:
-        self.held = (ctypes.c_uint8 * max(1, len(data))).from_buffer_copy(data or b"\0")
-        self.address = ctypes.addressof(self.held)
-        memory.add(name, self.address, len(data), self.held, writable=False)
+        self.storage = (ctypes.c_uint8 * max(1, len(data))).from_buffer_copy(data or b"\0")
+        self.address = ctypes.addressof(self.storage)
+        memory.add(name, self.address, len(data), self.storage, writable=False)

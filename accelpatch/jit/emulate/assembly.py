@@ -75,12 +75,12 @@ class _Reader:
         lines = iter(enumerate(text.splitlines(), 1))
         for number, line in lines:
             if line.strip() == ".amdgpu_metadata":
-                held = []
+                metadata = []
                 for _, line in lines:
                     if line.strip() == ".end_amdgpu_metadata":
                         break
-                    held.append(line)
-                self.program.metadata = "\n".join(held)
+                    metadata.append(line)
+                self.program.metadata = "\n".join(metadata)
             else:
                 self._line(number, line)
         return self.program

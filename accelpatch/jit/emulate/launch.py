@@ -103,7 +103,7 @@ class Launch:
                 at += words
         first, length = self._set("user_sgpr_kernarg_preload_offset"), self._set("user_sgpr_kernarg_preload_length")
         for word in range(length):
-            [value] = struct.unpack_from("<I", self.arguments.held, 4 * (first + word))
+            [value] = struct.unpack_from("<I", self.arguments.storage, 4 * (first + word))
             wave.define(at + word, value)
         at = self._set("user_sgpr_count", at + length)
         for axis, size in zip("xyz", number, strict=True):
@@ -134,8 +134,8 @@ def prepare(
     if lds > ARCHS[arch]:
         raise EmulationError(f"{lds} bytes of LDS are more than the {ARCHS[arch]} that a workgroup has on {arch}")
     allowed = Memory()
-    for constant, held in code.constants.items():
-        allowed.add(f"the constant {constant}", code.program.addresses[constant], len(held), held, writable=False)
+    for constant, data in code.constants.items():
+        allowed.add(f"the constant {constant}", code.program.addresses[constant], len(data), data, writable=False)
     for number, one in enumerate(memory):
         allow(f"memory[{number}]", one, allowed)
     packed = pack(metadata, arguments, hidden_values(grid3, block3, options.shared), allowed)

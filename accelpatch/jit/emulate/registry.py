@@ -1,4 +1,4 @@
-"""Mnemonic -> how to make an executable instruction of its operands. Each family's file adds its own."""
+"""Mnemonic -> the builder that makes an executable instruction from operands. Each family's file registers its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Step = Callable[[Wave], object]
 class Instruction:
     """execute: its effect. reads, writes: register numbers. whole: reads all lanes whatever exec says.
 
-    waits_for: what no load under way may still write; besides reads, registers of which single lanes are touched.
+    waits_for: registers that no outstanding load may still write: those that are read, and those of which single lanes
+    are accessed.
     """
 
     line: Line
@@ -33,7 +34,8 @@ class Instruction:
 
 
 class Decoding:
-    """One instruction on its way to be executable: families take its operands in order and note what they touch."""
+    """The decoding of one instruction: families take its operands in order and record the registers that they
+    access."""
 
     def __init__(self, line: Line, program: Program, arch: str) -> None:
         self.line, self.program, self.arch = line, program, arch
@@ -47,7 +49,7 @@ class Decoding:
         self._taken = 0
 
     def operand(self, count: int | None = None) -> Operand:
-        """The next operand; count: of 32-bit registers that it must have, where it is one."""
+        """The next operand. count: how many 32-bit registers it must have, if it is a register."""
         if self._taken >= len(self.line.operands):
             raise self.line.fault(f"it has {len(self.line.operands)} operands, and needs more")
         operand = self.line.operands[self._taken]
@@ -108,7 +110,7 @@ ONLY_ON: dict[str, frozenset[str]] = {}
 
 
 def add(name: str, builder: Builder, archs: str = "") -> None:
-    """Register an instruction. archs: those that have it, blanks between; all where empty."""
+    """Register an instruction. archs: those that have it, separated by blanks; empty for all."""
     if name in BUILDERS:
         raise ValueError(f"{name} is registered twice")
     BUILDERS[name] = builder
@@ -117,7 +119,7 @@ def add(name: str, builder: Builder, archs: str = "") -> None:
 
 
 def instruction(names: str, archs: str = "") -> Callable[[Builder], Builder]:
-    """Register a builder for one or more mnemonics, blanks between them."""
+    """Register a builder for one or more mnemonics, separated by blanks."""
 
     def register(builder: Builder) -> Builder:
         for name in names.split():
@@ -128,7 +130,7 @@ def instruction(names: str, archs: str = "") -> Callable[[Builder], Builder]:
 
 
 class Code:
-    """A program for an arch; an instruction is decoded when it is first reached, and then stays."""
+    """A program for an arch. An instruction is decoded when it is first reached, and then kept."""
 
     def __init__(self, program: Program, arch: str) -> None:
         self.program, self.arch = program, arch

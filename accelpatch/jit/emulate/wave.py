@@ -34,7 +34,7 @@ class Wave:
 
     u32[512, 64] holds the vector registers, and from row 256 on the accumulation registers; the other arrays are views
     of it by type, low16 and high16 of the halves. s: scalar registers. defined: of each vector register the mask of
-    lanes that have been written; scalar_defined: of each scalar register. Without `strict`, registers hold `poison`
+    lanes that have been written; of each scalar register whether it has been. Without `strict`, registers hold `poison`
     before they are written and may be read.
     """
 

@@ -1,8 +1,8 @@
-"""Linear scan: a place in the register files for every virtual register, by the order in which they come alive.
+"""Linear scan: a physical register for every virtual one, in the order in which their live ranges begin.
 
-Each instruction has two slots, one in which it reads and one in which it writes; where a register is alive is a set of
-slots, a Python integer, for each of its 32-bit parts. Two of them can share a place where these sets have nothing in
-common, also in holes of a longer life. Nothing is spilled: what does not fit is an error.
+Each instruction has two slots, one in which it reads and one in which it writes. The live range of each 32-bit part of
+a register is a set of slots, kept as the bits of a Python integer. Two registers can share a place where their sets are
+disjoint, so that one may lie in a hole of the other's live range. Nothing is spilled: what does not fit is an error.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from accelpatch.jit.passes.liveness import Flow, bits
 from accelpatch.jit.types import FILES
 
 SCALARS = 102
-_ADDRESSED = 256  # vector registers, and accumulators, that an instruction can name
-_FILE = 512  # of both together that a SIMD has for a lane
+_ADDRESSED = 256  # vector registers, and accumulators, that an instruction can address
+_FILE = 512  # vector registers and accumulators together that a SIMD has for a lane
 #: results that must not lie where the operands are: they are written before all of these are read
 _EARLY = ("v_mad_u64_u32", "v_mad_i64_i32", "v_qsad_pk_u16_u8", "v_mqsad_pk_u16_u8", "v_mqsad_u32_u8")
 
 
 class RegistersRunOut(CompileError):
-    """A file has too few registers for what is alive at one time."""
+    """A register file has too few registers for what is alive at one time."""
 
 
 @dataclass
 class Places:
-    """Register -> its first place in its file; and how many places of each file are in use."""
+    """of: register -> its first place in its register file. used: how many places of each file are in use."""
 
     of: dict[Register, int] = field(default_factory=dict)
     used: dict[str, int] = field(default_factory=lambda: {"s": 0, "v": 0, "a": 0})
@@ -46,11 +46,11 @@ def live_slots(program: Program, found: Flow, pending: Mapping[Instruction, int]
     last = sum(len(block.instructions) for block in program.blocks)
     for block in reversed(program.blocks):
         first = last - len(block.instructions)
-        held = _held(block.instructions, found.held_in[block])
-        ends = dict.fromkeys(bits(found.live_out[block] & held[-1]), 2 * last)
+        defined = _defined(block.instructions, found.defined_in[block])
+        ends = dict.fromkeys(bits(found.live_out[block] & defined[-1]), 2 * last)
         for at in range(last - 1, first - 1, -1):
             one = block.instructions[at - first]
-            before = held[at - first]
+            before = defined[at - first]
             for unit in bits(one.writes):
                 if unit in ends and (not found.kept[one] >> unit & 1 or not before >> unit & 1):
                     _add(slots, unit, 2 * at + 1, ends.pop(unit))
@@ -67,12 +67,12 @@ def live_slots(program: Program, found: Flow, pending: Mapping[Instruction, int]
     return slots
 
 
-def _held(instructions: Sequence[Instruction], start: int) -> list[int]:
-    """Units that may hold a value before each instruction, and after the last."""
-    held = [start]
+def _defined(instructions: Sequence[Instruction], start: int) -> list[int]:
+    """The units that may have been written before each instruction, and after the last."""
+    defined = [start]
     for one in instructions:
-        held.append(held[-1] | one.writes)
-    return held
+        defined.append(defined[-1] | one.writes)
+    return defined
 
 
 def _add(slots: dict[int, int], unit: int, start: int, end: int) -> None:
@@ -86,7 +86,7 @@ def allocate(program: Program, found: Flow, pending: Mapping[Instruction, int]) 
 
 
 def apart(program: Program, found: Flow, pending: Mapping[Instruction, int]) -> Places:
-    """The same with a place of its own for every register: what is alive always shares with nothing."""
+    """The same with a place of its own for every register, as if each were alive all the time."""
     slots = live_slots(program, found, pending)
     always = (1 << 2 * sum(len(block.instructions) for block in program.blocks)) - 1
     return _allocated(program, dict.fromkeys(slots, always))
@@ -111,7 +111,7 @@ def _allocate_file(
     order = sorted(wanted, key=lambda one: (one.fixed is None, _start(lives[one]), -one.dwords))
     made = _scan(order, limit, lives)
     if isinstance(made, Register):
-        # Holes between what lives long may be too short for an array: the longest first leaves fewer.
+        # Long live ranges may leave holes too short for an array; placing the largest registers first leaves fewer.
         again = _scan(sorted(wanted, key=lambda one: (one.fixed is None, -one.dwords)), limit, lives)
         made = _run_out(program, file, limit, made, lives) if isinstance(again, Register) else again
     places.of.update(made)
@@ -119,7 +119,7 @@ def _allocate_file(
 
 
 def _start(life: Sequence[int]) -> int:
-    """The first slot of a life."""
+    """The first slot of a live range."""
     return min((one & -one).bit_length() for one in life if one)
 
 
@@ -143,12 +143,12 @@ def _scan(order: Sequence[Register], limit: int, lives: Mapping[Register, list[i
 def _run_out(
     program: Program, file: str, limit: int, failed: Register, lives: Mapping[Register, list[int]]
 ) -> dict[Register, int]:
-    """The error that names who holds the registers, at the instruction where most of them are held."""
+    """Raise the error that names what is in registers at the instruction where most of them are in use."""
     mine = {one: life for one, life in lives.items() if one.file == file and any(life)}
     at, most = 0, -1
     for place, _ in enumerate(program.instructions()):
-        held = sum(life >> slot & 1 for each in mine.values() for life in each for slot in (2 * place, 2 * place + 1))
-        at, most = (place, held) if held > most else (at, most)
+        in_use = sum(life >> slot & 1 for each in mine.values() for life in each for slot in (2 * place, 2 * place + 1))
+        at, most = (place, in_use) if in_use > most else (at, most)
     holders: dict[tuple[str, str], int] = {}
     for one, each in mine.items():
         count = sum(bool(life >> (2 * at) & 3) for life in each)
@@ -156,11 +156,11 @@ def _run_out(
             key = one.name, str(one.line)
             holders[key] = holders.get(key, 0) + count
     line = list(program.instructions())[at].line
-    held = sum(holders.values())
+    in_use = sum(holders.values())
     names = ", ".join(f"{name} of {where} ({count})" for (name, where), count in
                       sorted(holders.items(), key=lambda item: -item[1])[:8])  # fmt: skip
-    apart = "" if held > limit else " but not side by side, as an array must be"
+    apart = "" if in_use > limit else " but not side by side, as an array must be"
     raise RegistersRunOut(
-        f"{line}: {FILES[file]} registers run out: {held} are held here and {limit} are to be had{apart}, so that "
+        f"{line}: {FILES[file]} registers run out: {in_use} are held here and {limit} are to be had{apart}, so that "
         f"{failed.name} of {failed.line} ({failed.dwords}) has none. They are held by {names}"
     )

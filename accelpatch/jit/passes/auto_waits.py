@@ -60,7 +60,7 @@ def _awaited(one: Instruction, state: State) -> list[tuple[int | str, Load]]:
 
 
 def _check(one: Instruction, state: State) -> None:
-    """A wait that the kernel has is its word on what it waits for: nothing is put beside it in silence."""
+    """Raise the error for a kernel's own wait that does not cover what is needed: none is added to it silently."""
     for unit, load in _awaited(one, state):
         if load.left is not None:
             counts = " ".join(f"{name}({count})" for name, count in left(load, state).items())

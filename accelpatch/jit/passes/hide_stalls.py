@@ -1,8 +1,8 @@
-"""Puts instructions that depend on nothing near into the place of stalls: a list scheduler.
+"""A list scheduler: moves independent instructions to where the hardware would stall.
 
-Only instructions between two fences change places: fences are control flow, waits, barriers, changes of the lanes, and
-what has effects that no register shows. Memory instructions keep their order. Where nothing would stall, the order
-stays that of the kernel, so that registers are held no longer than they have to be.
+Only instructions between two fences are reordered: fences are control flow, waits, barriers, changes of the exec mask,
+and instructions whose effects no register shows. Memory instructions keep their order. Where nothing would stall, the
+order stays that of the kernel, so that live ranges become no longer than they have to be.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ def bits(mask: int) -> Iterator[int]:
 
 @dataclass
 class Flow:
-    """Units that are read later, at the end of each block, and those that may hold a value at its start. kept: of each
-    instruction the units that it writes in part."""
+    """live_out: the units that are read after the end of each block. defined_in: those that may have a value at its
+    start. kept: of each instruction, the units that it writes in part only."""
 
     live_out: dict[Block, int]
-    held_in: dict[Block, int]
+    defined_in: dict[Block, int]
     kept: dict[Instruction, int]
 
     def uses(self, one: Instruction) -> int:
@@ -97,23 +97,23 @@ def _forward(program: Program, found: Flow, start: int) -> None:
         writes[block] = 0
         for one in block.instructions:
             writes[block] |= one.writes
-    found.held_in.update(dict.fromkeys(program.blocks, 0))
-    found.held_in[program.blocks[0]] = start
+    found.defined_in.update(dict.fromkeys(program.blocks, 0))
+    found.defined_in[program.blocks[0]] = start
     changed = True
     while changed:
         changed = False
         for block in program.blocks:
-            out = found.held_in[block] | writes[block]
+            out = found.defined_in[block] | writes[block]
             for after in block.next:
-                if out & ~found.held_in[after]:
-                    found.held_in[after] |= out
+                if out & ~found.defined_in[after]:
+                    found.defined_in[after] |= out
                     changed = True
 
 
 def check_written(program: Program, found: Flow) -> None:
     """Raises CompileError where a register is read that nothing can have written."""
     for block in program.reached():
-        written = found.held_in[block]
+        written = found.defined_in[block]
         for one in block.instructions:
             for operand, slot in zip(one.operands, one.form.operands, strict=True):
                 if isinstance(operand, Part) and slot.use == "" and operand.mask & ~written:

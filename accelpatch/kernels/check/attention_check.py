@@ -21,9 +21,9 @@ OP = "decode_attention"
 class Step:
     """One call: rows of `tokens` new tokens after `slot` cached ones, in a cache of `capacity` slots.
 
-    padding: left padding of the last row, in slots. hidden: every hidden-th cached slot is masked; 0 for none. turned:
-    columns of a head with rotary embedding; 0 for all. window, softcap: 0 for none. apart: how many fewer slots each
-    row has cached than the one after it. sinks: whether heads have scores without a key.
+    padding: left padding of the last row, in slots. hidden: every hidden-th cached slot is masked; 0 for none.
+    rotary_dim: columns of a head with rotary embedding applied; 0 for all. window, softcap: 0 for none. apart: how many
+    fewer slots each row has cached than the one after it. sinks: whether heads have scores without a key.
     """
 
     heads: int = 4

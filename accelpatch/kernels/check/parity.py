@@ -124,11 +124,11 @@ def _own_errors(plain: Tensor, reference: Tensor) -> Tensor:
 
 def check(op: str, args: Sequence[Any], outputs: Sequence[Tensor]) -> list[Comparison]:
     """Judge the outputs of `op` for these arguments by the float rule: one Comparison per output."""
-    return compare_all(beside_references(op, args, outputs))
+    return compare_all(against_references(op, args, outputs))
 
 
-def beside_references(op: str, args: Sequence[Any], outputs: Sequence[Tensor]) -> list[Result]:
-    """The outputs of `op` paired with the reference's for these arguments."""
+def against_references(op: str, args: Sequence[Any], outputs: Sequence[Tensor]) -> list[Result]:
+    """Each output of `op` with those of its reference, in float64 and in the arguments' own dtypes."""
     reference = dispatch.kernel(op).reference
     exact = as_tuple(reference(*in_precision(args, torch.float64)))
     plain = as_tuple(reference(*args))

@@ -43,7 +43,7 @@ def checked(rows: int | None = None, every: int = 1, first: int = 0) -> Iterator
 
     with observed(observer):
         yield figures
-    results = [result for calls in by_weight(seen) for result in beside_references(calls, part)]
+    results = [result for calls in by_weight(seen) for result in against_references(calls, part)]
     figures.extend((c.error, c.bound) for c in parity.compare_all(results))
 
 
@@ -58,12 +58,12 @@ def by_weight(seen: Sequence[Seen]) -> list[list[Seen]]:
     return list(groups.values())
 
 
-def beside_references(calls: Sequence[Seen], part: Part | None = None) -> list[parity.Result]:
+def against_references(calls: Sequence[Seen], part: Part | None = None) -> list[parity.Result]:
     """Outputs of a group's calls with their references; the weight of a linear layer is dequantised once for all."""
     op, args, outputs = calls[0]
     blocks = kernel(op).blocks
     if blocks is None:
-        return parity.beside_references(op, args, outputs)
+        return parity.against_references(op, args, outputs)
     inputs = [_spread(call_args[0], part) for _, call_args, _ in calls]
     rows = torch.cat(inputs)  # one pass over the weight for all calls
     wide, exact, plain = rows.double(), list[Tensor](), list[Tensor]()

@@ -139,27 +139,27 @@ def gemm_w8a8(
     scaled = row_scale is not None or column_scale is not None
     options = {"d": None if d is None else d.dtype, "scaled": scaled}
     spec = Spec("gemm_w8a8", {"M": m, "N": n, "K": k, "B": batch}, dtype, options=options)
-    held: dict[str, Tensor | None] = {
+    tensors: dict[str, Tensor | None] = {
         "a": _aligned(a),
         "b": _aligned(b),
         "d": None if d is None else _aligned(d),
         "e": e,
     }
     if scaled:
-        held["row_scale"], held["column_scale"] = _vector(row_scale, m, a), _vector(column_scale, n, a)
-    args = arguments(held, spec, alpha, beta, activation)
+        tensors["row_scale"], tensors["column_scale"] = _vector(row_scale, m, a), _vector(column_scale, n, a)
+    args = arguments(tensors, spec, alpha, beta, activation)
     with on_device(a):
         check(_entry(library_name(spec), a.device)(ctypes.byref(args), stream_of(a)))
     return e
 
 
-def arguments(held: Mapping[str, Tensor | None], spec: Spec, alpha: float, beta: float, activation: str) -> GemmArgs:
+def arguments(tensors: Mapping[str, Tensor | None], spec: Spec, alpha: float, beta: float, activation: str) -> GemmArgs:
     """The launch arguments for contiguous tensors."""
     m, n, k, batch = (spec.sizes[name] for name in "MNKB")
-    d = held.get("d")
+    d = tensors.get("d")
     vector = d is not None and d.dim() == 1
     return GemmArgs(
-        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in held.items()},
+        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()},
         batch=batch, m=m, n=n, k=k, a_stride=k, b_stride=k, e_stride=n, d_stride=0 if vector else n,
         a_batch_stride=m * k, b_batch_stride=n * k, e_batch_stride=m * n, d_batch_stride=0 if vector else m * n,
         alpha=alpha, beta=beta, relu=int(activation == "relu"),
@@ -173,9 +173,9 @@ def check(status: int) -> None:
         raise KernelError(f"{ENTRY} was not launched: {reason}")
 
 
-def _vector(scale: Tensor | None, size: int, beside: Tensor) -> Tensor:
+def _vector(scale: Tensor | None, size: int, like: Tensor) -> Tensor:
     """A vector of scales as float32; ones where it is not given."""
-    return beside.new_ones(size, dtype=torch.float32) if scale is None else scale.to(torch.float32).contiguous()
+    return like.new_ones(size, dtype=torch.float32) if scale is None else scale.to(torch.float32).contiguous()
 
 
 def _aligned(tensor: Tensor) -> Tensor:

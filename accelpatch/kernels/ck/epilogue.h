@@ -41,8 +41,8 @@ CK_ELEMENT void store(uint16_t& e, float y) {
 }
 CK_ELEMENT void store(int8_t& e, float y) {
     const float whole = __builtin_rintf(y);  // to nearest even; rintf is not constexpr, so none of this is
-    const float held = whole < -128.0f ? -128.0f : whole > 127.0f ? 127.0f : whole;
-    e = y != y ? int8_t{0} : static_cast<int8_t>(held);
+    const float limited = whole < -128.0f ? -128.0f : whole > 127.0f ? 127.0f : whole;
+    e = y != y ? int8_t{0} : static_cast<int8_t>(limited);
 }
 
 // What CK applies to each element of E. The sources are the int32 of A B, then the Ds in the order of the forms below.

@@ -1,4 +1,4 @@
-"""The arguments of a launch: checked against a kernel's parameters, and written where its driver reads them."""
+"""The arguments of a launch: checked against a kernel's parameters, and written to memory that the driver reads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Slot:
         self.dtype: torch.dtype | None = getattr(torch, parameter.dtype) if parameter.dtype else None
         self.low, self.high = _bounds(parameter)
         of_size: Any = {4: c_float, 8: c_double}.get(parameter.size) if parameter.kind == FLOAT else None
-        #: the memory as the C float that it is; None where it is none
+        #: the memory as a C float; None for a parameter of another type
         self.real: c_float | c_double | None = of_size.from_buffer(where) if of_size else None
 
     def number(self, value: Any) -> None:
@@ -58,7 +58,7 @@ class Slot:
             self.where.value = value
 
     def _is_float(self, value: float) -> bool:
-        """Whether a number is written as a float. Where the file does not say what it is, an int may be an address."""
+        """Whether a number is written as a float. Where the file does not give the type, an int may be an address."""
         return self.parameter.kind == FLOAT or (self.parameter.kind == UNKNOWN and isinstance(value, float))
 
     def _write_float(self, value: float, size: int) -> None:
@@ -93,7 +93,7 @@ POINTERS = "give a tensor, its data_ptr(), or None for NULL"
 
 
 def _bounds(parameter: Parameter) -> tuple[int, int]:
-    """The least and the largest int that an argument may be; none where it is no integer."""
+    """The least and the largest int that an argument may be; none for a parameter that is no integer."""
     if parameter.kind == POINTER:
         return 0, WIDE
     if parameter.kind not in (INTEGER, UNKNOWN):
@@ -139,9 +139,9 @@ class Arguments:
 def _quick(slots: Sequence[Slot], index: int, memory: Any) -> Callable[[Sequence[Any]], bool]:
     """A function that writes arguments of the usual types in one call of `struct`, and else returns False.
 
-    Usual are a contiguous tensor for a pointer, an int for an integer and a float for a float. The function is made of
-    Python text, a comparison for each argument: a loop over the slots would take twice as long, and a launch has a few
-    microseconds in all.
+    Usual are a contiguous tensor for a pointer, an int for an integer and a float for a float. The function is compiled
+    from Python source with a comparison for each argument: a loop over the slots would take twice as long, and a launch
+    has a few microseconds in all.
     """
     names = [f"a{at}" for at in range(len(slots))]
     usual = [_usual(name, slot) for name, slot in zip(names, slots, strict=True)]
@@ -167,7 +167,7 @@ def quick(values):
 
 
 def _usual(name: str, slot: Slot) -> tuple[str, str, str]:
-    """Of an argument's usual type: the code of `struct`, padded to 8 bytes, the test, and what is packed."""
+    """For an argument's usual type: its code in `struct`, padded to 8 bytes; the test for it; and the value to pack."""
     kind, size = slot.parameter.kind, slot.parameter.size
     if slot.takes_tensor:
         of_dtype = f" and {name}.dtype is {name}_dtype" if slot.dtype else ""

@@ -42,10 +42,10 @@ def module(
 
         scale([blocks], [256], x, y, x.numel(), 0.5)            # shared=bytes, stream=torch.cuda.Stream()
 
-    A relative path is beside the Python file. name: of the kernel, where it is another. arch: to compile for, where it
-    is not the device's own, such as "sm_90a". defines: name -> value, None for none. include: folders of headers.
-    options: of the compiler. Raises ArgumentError for an ending that is none of these, or an annotation that is no type
-    of a parameter.
+    A relative path is relative to the folder of the Python file. name: of the kernel, where it is another. arch: to
+    compile for, where it is not the device's own, such as "sm_90a". defines: name -> value, None for none. include:
+    folders of headers. options: of the compiler. Raises ArgumentError for an ending that is none of these, or an
+    annotation that is no type of a parameter.
     """
 
     def decorate(function: Callable[..., Any]) -> FileKernel:

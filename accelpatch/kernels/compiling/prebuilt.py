@@ -1,7 +1,7 @@
-"""Libraries that were compiled elsewhere: those of the folder in ``ACCELPATCH_KERNELS``, then those of the wheel.
+"""Libraries that were compiled elsewhere: those in the folder ``ACCELPATCH_KERNELS``, then those of the wheel.
 
-Each lies in a folder of its own, ``LIBRARY-ARCH``, with a manifest of what it was made of and its own digest. Both are
-checked before it is loaded.
+Each is in a folder of its own, ``LIBRARY-ARCH``, with a manifest that has the digests of its sources and of the
+library. Both are checked before it is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VARIABLE = "ACCELPATCH_KERNELS"
 SHIPPED = Path(__file__).parent.parent / "prebuilt"
 ROOT_USER = 0
 
-#: folder of a shipped library -> why it is not taken, None where it is: looked at once a process
+#: folder of a shipped library -> why it is not loaded, None where it is; checked once a process
 _looked_at: dict[Path, str | None] = {}
 
 
@@ -33,7 +33,7 @@ def place(folder: str | Path, name: str, made: Target) -> Path:
 
 
 def find(name: str, made: Target) -> Path | None:
-    """The folder of a prebuilt library; None where it is to be built.
+    """The folder of a prebuilt library; None where the library has to be built.
 
     Raises LibraryError for one of ``ACCELPATCH_KERNELS`` that is not there, does not match, or that others may write.
     """
@@ -52,13 +52,14 @@ def find(name: str, made: Target) -> Path | None:
 
 
 def why_not(name: str, made: Target) -> str | None:
-    """Why a library of ``ACCELPATCH_KERNELS``, which is set, cannot be taken, as far as is known without reading it."""
+    """Why a library in ``ACCELPATCH_KERNELS``, which is set, cannot be loaded, as far as is known without reading
+    it."""
     folder = place(os.environ[VARIABLE], name, made)
     return lacking(folder) or _open_to_others(folder)
 
 
 def lacking(folder: Path) -> str | None:
-    """Why a library of ``ACCELPATCH_KERNELS`` is not there; None where it is."""
+    """Why a library is missing in ``ACCELPATCH_KERNELS``; None where it is there."""
     if folder.is_dir():
         return None
     return f"{VARIABLE} has no {folder.name} in {folder.parent}: add it with `accelpatch build`, or unset {VARIABLE}"
@@ -78,25 +79,26 @@ def _open_to_others(folder: Path) -> str | None:
 
 
 def shipped(name: str, made: Target) -> Path | None:
-    """The folder of a library that came with accelpatch; None where there is none, or not of these sources."""
+    """The folder of a library that came with accelpatch; None where there is none, or one of other sources."""
     folder = place(SHIPPED, name, made)
     return folder if folder.is_dir() and damage(folder, made) is None else None
 
 
 def damage(folder: Path, made: Target) -> str | None:
-    """Why a library that came with accelpatch is not taken; None where it is. Looked at once a process."""
+    """Why a library that came with accelpatch is not loaded; None where it is. Checked once a process."""
     if folder not in _looked_at:
         _looked_at[folder] = disagreement(folder, digest(made), LIBRARY)
     return _looked_at[folder]
 
 
 def refuse(folder: Path, why: str) -> None:
-    """Take a library that came with accelpatch no more, in this process."""
+    """Do not load a library that came with accelpatch any more in this process. why: the reason for messages."""
     _looked_at[folder] = why
 
 
 def lost(name: str, made: Target) -> str:
-    """What is wrong with a library that came with accelpatch and is not taken, as the begin of a message; or ""."""
+    """What is wrong with a library that came with accelpatch and is not loaded, as the beginning of a message; or
+    ""."""
     folder = place(SHIPPED, name, made)
     if not folder.is_dir() or (wrong := damage(folder, made)) is None:
         return ""

@@ -46,8 +46,8 @@ class SourceFile:
             ) from None
 
     def files(self) -> list[Path]:
-        """The file and the headers that it includes, and they in turn, where they are found beside the file that
-        includes them or in the include folders: the system's and the compiler's own are not."""
+        """The file, the headers that it includes, and those that they include, as far as they are found in the folder
+        of the file that includes them or in the include folders; the system's and the compiler's own are left out."""
         self.text()
         found, waiting = [self.path], [self.path]
         while waiting and len(found) < MOST_HEADERS:

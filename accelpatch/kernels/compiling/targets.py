@@ -1,8 +1,8 @@
-"""Sources, flags and compilers of the device libraries: "cpu" for this machine's CPU, those of GPU_LIBRARIES for a GPU.
+"""Sources, flags and compilers of the native libraries: "cpu" for the CPU, and GPU_LIBRARIES for GPUs.
 
 The HIP sources are the same for all GPUs: nvcc compiles them for NVIDIA, hipcc or amdclang++ for AMD, each library for
-one arch. Those of CK_LIBRARIES are for AMD alone and need the headers of Composable Kernel. A compiler can build for
-archs that are not in this machine.
+one arch. CK_LIBRARIES are for AMD only, and need the headers of Composable Kernel. Libraries can be built for GPUs that
+are not in this machine.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from accelpatch.kernels.compiling.gpu_libraries import GPU_LIBRARIES, WIDTHS
 class Target:
     """How a library is made. sources: file in `folder` -> its own flags. compilers: names to search for, in order.
 
-    variable: environment variable that names another compiler. install: advice where none is found. include: a folder
-    of other headers. lacks: why it cannot be built although there is a compiler.
+    variable: environment variable that names another compiler. install: advice where no compiler is found. include: a
+    folder of other headers. lacks: why it cannot be built even with a compiler.
     """
 
     folder: str
@@ -69,7 +69,7 @@ _OF_MACHINE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 _HIP_FLAGS = ("-std=c++17", "-O3")
 INSTALL_NVCC = "pip install nvidia-cuda-nvcc (beside a torch for CUDA 13), or install the CUDA toolkit"
-#: a system's program for packages -> the command that installs g++; where such programs lie, whatever PATH says
+#: package manager -> the command that installs g++; the folders of package managers, which PATH may lack
 INSTALLERS = {
     "apt-get": "apt-get install g++", "dnf": "dnf install gcc-c++", "zypper": "zypper install gcc-c++",
     "apk": "apk add g++", "pacman": "pacman -S gcc",
@@ -95,14 +95,14 @@ def target(name: str, device: Device) -> Target:
 
 
 def names_of(device: Device) -> list[str]:
-    """The libraries that there are for a device. Raises KernelError where there are none."""
+    """The names of the libraries that exist for a device. Raises KernelError where there are none."""
     if device.kind == "cpu":
         return ["cpu"]
     if reason := unknown_arch(device):
         raise KernelError(f"there are no libraries for {device.arch}: {reason}")
     if device.vendor == "nvidia":
         return list(GPU_LIBRARIES)
-    # AMD's kernels take no wider heads; Composable Kernel's are listed where its headers are
+    # AMD's kernels take no wider heads; CK's libraries are listed only where its headers are found
     ck = CK_LIBRARIES if not_for_ck(device) is None and ck_libraries.headers() else ()
     return [*(name for name in GPU_LIBRARIES if not name.endswith(f"_{WIDTHS[-1]}")), *ck]
 

@@ -51,7 +51,7 @@ enum {
 typedef struct {
     int32_t kind;
     int32_t half_scales; /* 1: the pack holds its scales (and minimums) as float16, exactly; AP_Q4_K and AP_Q6_K: 1;
-                          * AP_TABLE, 2: as e4m3, and rows have a factor in float64 beside (NVFP4) */
+                          * AP_TABLE, 2: as e4m3, and each row has a factor in float64 as well (NVFP4) */
     int32_t offset;      /* AP_INT4: w = (u - 8) * scale, u * scale + minimum or (u - zero point) * scale; AP_INT3: the
                             same with u - 4; others: 0 */
     float input_scale;   /* AP_W8A8: the static scale of its input; 0: each row of x has its own */
@@ -60,7 +60,8 @@ typedef struct {
     const float* bias;    /* [n] or NULL */
     const int32_t* order; /* [k] or NULL: column j of the weight multiplies x[order[j]]; NULL of AP_W8A8 */
     const float* table;   /* [16] of AP_TABLE */
-    /* LoRA beside it, which steps alone add: y += (x @ down.T) @ up.T. down: [rank, k], for x in its own order; up:
+    /* LoRA adapters, which decode steps alone add: y += (x @ down.T) @ up.T. down: [rank, k], for x in its own order;
+     * up:
      * [(n + 15) / 16, rank, 16], zeros for rows beyond n; both of the type `factors`. rank 0: none. */
     int64_t rank;
     int32_t factors, reserved; /* AP_FLOAT32 or AP_BFLOAT16 */

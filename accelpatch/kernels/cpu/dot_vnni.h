@@ -1,4 +1,4 @@
-// Sixteen rows of integer weights times M tokens by VNNI: a product for each limb of x (activations.h).
+// Dot products of 16 rows of integer weights with M tokens by VNNI, one for each limb of x (activations.h).
 #pragma once
 #include "activations.h"
 #include "scales.h"
@@ -29,11 +29,11 @@ template <int M> AP_INLINE void multiply(LimbSums<M>& s, __m512i weights, const 
     }
 }
 
-// How far ahead of the loads memory is asked for (measured): over page ends and into the next block, which hardware
-// does not do.
+// How many bytes ahead of the loads are prefetched (measured): across pages and into the next block, which the hardware
+// prefetcher does not do.
 template <int KIND> constexpr int64_t kAhead = KIND == AP_INT8 ? 8192 : 6144;
 
-// The 4 vectors of 4 k of a group of Q6_K, multiplied.
+// Multiplies the 4 vectors, of 4 k each, of a group of Q6_K.
 template <int M>
 AP_INLINE void multiply_six(const uint8_t* w, const int8_t* x, int64_t stride, LimbSums<M>& even, LimbSums<M>& odd) {
     const __m512i low = _mm512_set1_epi8(15), upper = _mm512_set1_epi8(0x30);
@@ -156,9 +156,9 @@ void dot_vnni(
     const Block* block = a.block + token * a.blocks;
     __m512 total[M], lost[M];
     for (int m = 0; m < M; m++) total[m] = lost[m] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < l.groups; g += kHeld<KIND>, header += l.stride) {
+    for (int64_t g = 0; g < l.groups; g += kHeaderGroups<KIND>, header += l.stride) {
         Place p = {header, 0, header + l.header};
-        for (; p.at < kHeld<KIND>; p.at++, p.codes += l.codes)
+        for (; p.at < kHeaderGroups<KIND>; p.at++, p.codes += l.codes)
             add_group<M, KIND, MIDDLE>(w, l, p, a, x, block, total, lost);
     }
     for (int m = 0; m < M; m++) _mm512_storeu_ps(y[m], _mm512_add_ps(total[m], lost[m]));

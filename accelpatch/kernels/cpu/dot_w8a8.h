@@ -19,17 +19,17 @@ constexpr uint32_t kSubtracted = 128;
 
 #if defined(__AVX512VNNI__)
 
-constexpr int kTileTokens = 12, kTileBlocks = 2;  // 24 sums, which leave registers for the weights
+constexpr int kTileTokens = 12, kTileBlocks = 2;  // 24 accumulators, which leave registers for the weights
 constexpr int64_t kStreamAhead = 8192;            // bytes, as in dot_vnni.h
 
-// out[M][B * 16]: sums of u q over `steps` fours of k, of blocks `block_bytes` apart. A dependent product waits for the
-// one before: few sums are kept in parts.
+// out[M][B * 16]: sums of u q over `steps` times four k, of blocks `block_bytes` apart. A dot product instruction waits
+// for the one before that adds to the same sum: where there are few sums, each is computed in several parts.
 template <int M, int B>
 AP_INLINE void int8_sums(
     const uint8_t* w, int64_t block_bytes, const Quantized* x, int64_t stride, int64_t steps, uint32_t (*out)[B * 16]) {
     constexpr int parts = M * B >= 8 ? 1 : M * B >= 4 ? 2 : 4;
     __m512i sum[parts][M][B] = {};
-    auto step = [&](int64_t at, __m512i(*held)[B]) {
+    auto step = [&](int64_t at, __m512i(*sums)[B]) {
         __m512i weights[B];
         for (int b = 0; b < B; b++) {
             const uint8_t* p = w + b * block_bytes + at * 64;
@@ -40,7 +40,7 @@ AP_INLINE void int8_sums(
             int32_t four;
             memcpy(&four, x + m * stride + at * 4, 4);
             for (int b = 0; b < B; b++)
-                held[m][b] = _mm512_dpbusd_epi32(held[m][b], weights[b], _mm512_set1_epi32(four));
+                sums[m][b] = _mm512_dpbusd_epi32(sums[m][b], weights[b], _mm512_set1_epi32(four));
         }
     };
     int64_t at = 0;

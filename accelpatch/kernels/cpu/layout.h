@@ -1,4 +1,4 @@
-// Where a pack keeps what. Rows are taken in blocks of 16. A block holds its groups of k one after the other, and a
+// The layout of a packed weight. Rows come in blocks of 16. A block has its groups along k one after the other, and a
 // group is
 //   scale[16] (float32 or float16), minimum[16] or zero point[16] (a byte) where the format has one, then the weights:
 //   int8 and W8A8: [k / 4][16 rows][4 k] as q + 128: one 64-byte load is the unsigned operand of a VNNI product of 16
@@ -11,8 +11,8 @@
 //   (float16), scale[16 groups][16] (int8), then for each group the low 4 bits as of int4 and [16 rows][4 bytes]: the
 //   upper 2 bits of k i, 4 + i, 8 + i and 12 + i in byte i.
 // NVFP4: the scales of a table's group are bytes of e4m3, and a block ends with the factors of its rows, float64[16].
-// So a thread reads a block as one stream of bytes. Rows and k beyond the weight's own are stored as zeros with scale
-// zero.
+// So a thread reads a block as one contiguous stream. Rows and columns beyond the weight's own are padded with zeros,
+// whose scale is zero.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -27,9 +27,9 @@ namespace {
 
 struct Layout {
     int64_t blocks, groups, group, block_bytes;
-    int64_t header, offsets;  // bytes of a header, and where the minimums or zero points begin within it
-    int64_t held, codes;      // groups that a header is of, and bytes of the weights of each
-    int64_t stride;           // from one header to the next
+    int64_t header, offsets;       // bytes of a header, and where the minimums or zero points begin within it
+    int64_t header_groups, codes;  // groups that share a header, and bytes of the codes of each
+    int64_t stride;                // bytes from one header to the next
 };
 
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
@@ -37,7 +37,7 @@ inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1)
 inline bool has_superblocks(const ap_linear& w) { return w.kind == AP_Q4_K || w.kind == AP_Q6_K; }
 
 inline bool has_codes(int32_t kind) { return kind == AP_INT4 || kind == AP_INT3; }  // those with an offset
-// Tables whose scales are e4m3, beside a factor for each row.
+// Whether a table's scales are e4m3, and each row has a factor as well.
 inline bool is_nvfp4(const ap_linear& w) { return w.kind == AP_TABLE && w.half_scales == 2; }
 
 inline bool layout_allows(const ap_linear& w) {
@@ -56,7 +56,7 @@ inline bool layout_allows(const ap_linear& w) {
     return w.group == w.k || (w.group % 16 == 0 && w.k % w.group == 0);
 }
 
-// Whether a kernel may read it: all that it points to is there, and its order names columns of x.
+// Whether a kernel may read the weight: its pointers are set, and its order has only columns of x.
 inline bool readable(const ap_linear& w) {
     if (!w.data || !layout_allows(w) || (w.kind == AP_TABLE && !w.table)) return false;
     bool inside = true;
@@ -74,15 +74,15 @@ inline Layout layout_of(const ap_linear& w) {
     l.codes = l.group * kBlockRows * bits / 8;
     l.offsets = kBlockRows * (is_nvfp4(w) ? 1 : w.half_scales ? 2 : 4);
     l.header = l.offsets + (w.offset == AP_MINIMUM ? l.offsets : w.offset == AP_ZERO_POINT ? kBlockRows : 0);
-    l.held = 1;
-    if (w.kind == AP_Q4_K) l.held = 8, l.header = kBlockRows * (4 + 12);
-    if (w.kind == AP_Q6_K) l.held = 16, l.header = kBlockRows * (2 + 16);
-    l.stride = l.header + l.held * l.codes;
-    l.block_bytes = l.groups / l.held * l.stride + (is_nvfp4(w) ? kBlockRows * 8 : 0);
+    l.header_groups = 1;
+    if (w.kind == AP_Q4_K) l.header_groups = 8, l.header = kBlockRows * (4 + 12);
+    if (w.kind == AP_Q6_K) l.header_groups = 16, l.header = kBlockRows * (2 + 16);
+    l.stride = l.header + l.header_groups * l.codes;
+    l.block_bytes = l.groups / l.header_groups * l.stride + (is_nvfp4(w) ? kBlockRows * 8 : 0);
     return l;
 }
 
-// A weight and its layout. AP_DENSE has the same blocks of rows; they hold nothing but rows.
+// A weight and its layout. Of AP_DENSE only the number of blocks of rows is set.
 struct Weight {
     ap_linear w;
     Layout l;
@@ -118,11 +118,11 @@ struct Place {
 };
 
 inline Place place_of(const Layout& l, const uint8_t* block, int64_t g) {
-    const uint8_t* header = block + g / l.held * l.stride;
-    return {header, g % l.held, header + l.header + g % l.held * l.codes};
+    const uint8_t* header = block + g / l.header_groups * l.stride;
+    return {header, g % l.header_groups, header + l.header + g % l.header_groups * l.codes};
 }
 
-// The unsigned integer behind row `row` of a block and `k` of a group whose weights begin at `p`.
+// The unsigned code of row `row` of a block at `k` of a group, whose codes begin at `p`.
 inline int code_at(int32_t kind, const uint8_t* p, int64_t row, int64_t k) {
     if (kind == AP_INT8 || kind == AP_W8A8) return p[(k / 4 * kBlockRows + row) * 4 + k % 4];
     if (kind == AP_INT3) {

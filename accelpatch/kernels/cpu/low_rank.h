@@ -1,13 +1,13 @@
-// LoRA adapters beside the weights of a decode step: y += (x @ down.T) @ up.T. The sums x @ down.T of all weights that
-// read the same x are a stage of their own, the weights' ranks one after the other; the blocks of the products add
-// theirs.
+// LoRA adapters in a decode step: y += (x @ down.T) @ up.T. The products x @ down.T of all weights that read the same x
+// are a stage of their own, the ranks of one weight after those of another. The blocks of each linear layer then add
+// their rows of up.
 #pragma once
 #include "linear.h"
 #include "thread_pool.h"
 
 namespace {
 
-constexpr int64_t kRanks = 4;  // that are an item of work, and share each load of x
+constexpr int64_t kRanks = 4;  // ranks of one work item, which share each load of x
 
 struct LowRank {
     float* sums;    // [batch, width]

@@ -26,7 +26,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 EXPERT_ACTIVATIONS = ACTIVATIONS | {"clamped_swiglu": 4}
 MAX_BATCH, MAX_THREADS, ROWS, COLUMNS, MAX_EXPERTS, MAX_CHOSEN = 8, 64, 16, 32, 1024, 64
-MAX_STORED = 64  # rows of x beside a weight that is read as it is stored
+MAX_STORED = 64  # rows of x, at most, of a linear layer that reads the weight in its stored format
 _REASONS = {
     1: "its arguments do not fit together",
     2: "there is not enough memory",

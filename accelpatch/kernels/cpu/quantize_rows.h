@@ -20,13 +20,13 @@ struct RowScale {
     int32_t sum;  // of the row's integers
 };
 
-// The bits of the largest |x|: as integers they order as the numbers do, and above all stand Inf and NaN.
+// The bits of the largest |x|. As integers they order as the numbers do; those of Inf and NaN are the largest.
 AP_INLINE int32_t largest_in(const float* x, int64_t k) {
     vi most[2] = {};
     int64_t i = 0;
-    auto take = [](vi& held, vf v) {
+    auto take = [](vi& largest, vf v) {
         const vi bits = as_int(v) & 0x7fffffff;
-        held = held > bits ? held : bits;
+        largest = largest > bits ? largest : bits;
     };
     for (; i + 2 * kLanes <= k; i += 2 * kLanes) take(most[0], load(x + i)), take(most[1], load(x + i + kLanes));
     for (; i < k; i += kLanes) take(most[0], load_part(x + i, k - i < kLanes ? k - i : kLanes));
@@ -36,7 +36,7 @@ AP_INLINE int32_t largest_in(const float* x, int64_t k) {
     return found;
 }
 
-// q[stride] of x[k], with zeros behind k. given: the static scale, or 0.
+// Quantises x[k] to q[stride], with zeros after the k-th. given: the static scale, or 0 for none.
 inline RowScale quantize_row(const float* x, int64_t k, int64_t stride, float given, Quantized* q) {
     const int32_t bits = largest_in(x, k);
     float most;

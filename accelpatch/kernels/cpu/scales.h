@@ -12,7 +12,10 @@ AP_INLINE int8x16_t as_signed(uint8x16_t u) { return vreinterpretq_s8_u8(veorq_u
 template <int KIND> constexpr int kCentre = KIND == AP_INT8 ? 128 : KIND == AP_Q6_K ? 32 : KIND == AP_INT3 ? 4 : 8;
 template <int KIND> constexpr bool kCodes = KIND == AP_INT4 || KIND == AP_INT3;  // which may have an offset
 template <int KIND> constexpr int64_t kRowsBytes = KIND == AP_INT8 ? 16 : KIND == AP_INT3 ? 6 : 8;  // of 16 rows, a k
-template <int KIND> constexpr int kHeld = KIND == AP_Q4_K ? 8 : KIND == AP_Q6_K ? 16 : 1;           // Layout::held
+template <int KIND>
+constexpr int kHeaderGroups = KIND == AP_Q4_K   ? 8
+                              : KIND == AP_Q6_K ? 16
+                                                : 1;  // Layout::header_groups
 constexpr int64_t kBlockVectors = kBlockRows / kLanes;
 
 // Vector v of the block's 16 scales or minimums at p.
@@ -23,7 +26,7 @@ AP_INLINE vf load_values(const uint8_t* p, bool half, int64_t v) {
     return out;
 }
 
-// The same of e4m3: its exponent and fraction in those of float16, which is a 256th.
+// The same for scales in e4m3: their bits, shifted into a float16, give a 256th of the value.
 AP_INLINE vf load_e4m3(const uint8_t* p, int64_t v) {
     uint16_t half[kLanes];
     for (int64_t i = 0; i < kLanes; i++) {
@@ -33,7 +36,7 @@ AP_INLINE vf load_e4m3(const uint8_t* p, int64_t v) {
     return load_half(reinterpret_cast<const uint8_t*>(half)) * splat(256);
 }
 
-// Of Q4_K's group `at`: the six bits of its scales (shift 0) or minimums (shift 1).
+// The six-bit scales (shift 0) or minimums (shift 1) of group `at` of a Q4_K superblock.
 AP_INLINE vf six_bits(const uint8_t* header, int64_t at, int64_t v, int shift) {
     const uint8_t* p = header + kBlockRows * 4 + v * kLanes;
     const vi low = bytes(p + at * kBlockRows) >> (4 * shift) & 15;

@@ -19,7 +19,7 @@ E4M3 = "e4m3"
 FORMS = (
     "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ4_NL", "IQ4_XS", "Q4_K", "Q6_K", E4M3,
 )  # fmt: skip
-VALUES = 1 << 22  # that are float at a time, where x has many rows
+VALUES = 1 << 22  # of the weight that are dequantised at a time, where x has many rows
 
 
 def why_not(spec: Spec, device: Device) -> str | None:
@@ -35,19 +35,19 @@ def linear(x: Tensor, data: Tensor, form: str, scale: Tensor | None, bias: Tenso
     """y[..., N] = x[..., K] @ w^T + bias, summed in float32, in x's dtype (float32, bfloat16 or float16).
 
     data: uint8 [N, row bytes] of blocks of `form`, or e4m3fn [N, K] with scale float [N, 1] or [N, ceil(K / 128)].
-    A few rows meet the weight in registers; for many it is made float in slices, for torch's product.
+    For few rows the weight is dequantised in registers; for many in slices, each multiplied by torch's GEMM.
     """
     k = x.shape[-1]
     rows = x.reshape(-1, k).to(torch.float32).contiguous()
-    held, beside = data.contiguous(), None if bias is None else bias.to(torch.float32).contiguous()
+    stored_data, float_bias = data.contiguous(), None if bias is None else bias.to(torch.float32).contiguous()
     scales = None if scale is None else scale.to(torch.float32).contiguous()
     y = torch.empty(len(rows), len(data), **PLAIN)
     if len(rows) <= MAX_STORED:
-        weight = _struct(held, form, k, scales, beside)
+        weight = _struct(stored_data, form, k, scales, float_bias)
         status = native().ap_stored_run(byref(weight), pointer(rows), len(rows), k, pointer(y), len(data), threads())
         check(status, f"x of shape {list(x.shape)}")
     else:
-        _by_slices(rows, held, form, scales, beside, y)
+        _by_slices(rows, stored_data, form, scales, float_bias, y)
     return y.to(x.dtype).view(*x.shape[:-1], len(data))
 
 

@@ -29,7 +29,7 @@ struct ThreadPool {
 namespace {
 
 constexpr int64_t kPatience = 1000;  // microseconds that a worker spins for the next step
-constexpr int64_t kPieces = 8;       // of a share: few enough to cost nothing, enough to help a thread that was held up
+constexpr int64_t kPieces = 8;       // of a thread's share: few cost little, enough let others help a late thread
 constexpr int kPauses = 2000;        // then others may have the core: more threads than cores must not stall
 
 inline void pause() {
@@ -96,8 +96,8 @@ struct Team {
     std::atomic<int (*)()> number{nullptr}, count{nullptr};
 } team;
 
-// The child of a fork has the memory but not the threads (and perhaps a lock held by a thread that is not there): begin
-// anew, on threads of our own, since the OpenMP runtime would wait for ever for those that it had.
+// After a fork the child has a copy of the memory, but none of the other threads, and perhaps a lock that one of them
+// had. It starts anew, with threads of our own: the OpenMP runtime would wait for ever for those that it had.
 void forget() {
     current.store(nullptr);
     team.parallel.store(nullptr);

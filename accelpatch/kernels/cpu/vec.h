@@ -18,7 +18,7 @@
 #else
 #define AP_LANES 4
 #endif
-// Whether bytes are multiplied as such: by VNNI, or by the dot products of Armv8.2.
+// Whether the machine has dot products of bytes: VNNI, or those of Armv8.2.
 #if defined(__AVX512VNNI__)
 #define AP_BYTES
 #elif defined(__ARM_FEATURE_DOTPROD)
@@ -43,9 +43,9 @@ AP_INLINE vf load(const float* p) {
 AP_INLINE void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
 AP_INLINE vf as_float(vi v) { return reinterpret_cast<vf>(v); }
 AP_INLINE vi as_int(vf v) { return reinterpret_cast<vi>(v); }
-// a * b + c, rounded once where the machine can. Written out wherever it is meant, and compiled with -ffp-contract=off:
-// what a compiler contracts by itself depends on what stands around it, and a token's bits must not depend on how many
-// are beside it.
+// a * b + c, rounded once where the machine can. It is called wherever it is meant, and files are compiled with
+// -ffp-contract=off: what a compiler contracts by itself depends on the surrounding code, and the bits of a token must
+// not depend on how many other tokens a call has.
 AP_INLINE vf fma(vf a, vf b, vf c) {
 #if AP_LANES == 16
     return _mm512_fmadd_ps(a, b, c);

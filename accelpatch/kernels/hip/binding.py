@@ -202,14 +202,14 @@ def launch(
     rows, y = _rows(x, weight.k), _made(x, n, producer)
     if y.numel() == 0:
         return y
-    beside = None if residual is None else _rows(residual.to(x.dtype), n)
-    held = dict(zip(("bias", "norm_weight", "norm_bias"), _alike(x, bias, norm_weight, norm_bias), strict=True))
-    held |= {"w": weight.w, "scale": weight.scale, "offset": weight.offset, "x": rows, "y": y, "residual": beside}
-    held |= {} if low_rank is None else low_rank.tensors()
+    added = None if residual is None else _rows(residual.to(x.dtype), n)
+    tensors = dict(zip(("bias", "norm_weight", "norm_bias"), _alike(x, bias, norm_weight, norm_bias), strict=True))
+    tensors |= {"w": weight.w, "scale": weight.scale, "offset": weight.offset, "x": rows, "y": y, "residual": added}
+    tensors |= {} if low_rank is None else low_rank.tensors()
     args = GemvArgs(
-        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in held.items()},
+        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()},
         m=rows.shape[0], n=weight.n, k=weight.k, x_stride=rows.stride(0), y_stride=n,
-        epsilon=epsilon, residual_stride=0 if beside is None else beside.stride(0), norm=NORM[norm],
+        epsilon=epsilon, residual_stride=0 if added is None else added.stride(0), norm=NORM[norm],
         activation=ACTIVATION[activation], **_form_of(weight), **sizes_of(low_rank),
         **signal_arguments(producer, "producer"), **signal_arguments(consumer, "consumer"),
     )  # fmt: skip

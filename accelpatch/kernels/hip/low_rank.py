@@ -1,4 +1,4 @@
-"""LoRA inside a product of the device library: its tensors, and what a launch is given of them (gemv/low_rank.h)."""
+"""LoRA adapters inside a linear layer of the device library: their tensors and launch arguments (gemv/low_rank.h)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from accelpatch.kernels.compiling.gpu_libraries import FUNCTIONS
 
-SUFFIX = "_low_rank"  # of a function of the device library with adapters
-STEP = 8  # ranks of a part come in multiples
+SUFFIX = "_low_rank"  # of the name of a function of the device library with adapters
+STEP = 8  # the ranks of a part are a multiple of this
 MOST_RANKS = 512
-WORDS, NUMBERS = 2 * 8 * 8, 4  # of a rank: two buffers of 8 pieces of 8 tokens; those behind all: the first counts
+# Of each rank: two buffers of 8 pieces of 8 tokens; after all of these, numbers of which the first is a counter.
+WORDS, NUMBERS = 2 * 8 * 8, 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +23,7 @@ class LowRank:
 
     down[parts * rank, K], which includes the scaling, and up[N, rank], contiguous and in x's dtype; rank is a multiple
     of STEP. starts: the first row of each part. words: of `new_words`, for launches on one stream at a time, each of
-    which leaves them ready for the next; None: each launch is given words of its own, which is a launch more.
+    which leaves them ready for the next; None: each launch gets words of its own, which takes a further launch.
     """
 
     down: Tensor
@@ -41,13 +42,13 @@ class LowRank:
         return self.down.shape[0]
 
     def new_words(self) -> Tensor:
-        """int32[128 * ranks + 4] on the weights' device: sums that are yet to come, and zeros."""
+        """int32[128 * ranks + 4] on the weights' device: NO_LOW for sums that are missing, then zeros."""
         words = torch.full((WORDS * self.ranks + NUMBERS,), -1, dtype=torch.int32, device=self.down.device)
         words[-NUMBERS:] = 0
         return words
 
     def wide_up(self) -> Tensor:
-        """up as one matrix of all parts: [N, ranks], zeros where a row has nothing of a part."""
+        """up as one matrix of all parts, [N, ranks], with zeros for the parts that a row does not belong to."""
         wide = self.up.new_zeros(len(self.up), self.ranks)
         for part, (begin, end) in enumerate(zip(self.starts, (*self.starts[1:], len(self.up)), strict=True)):
             wide[begin:end, part * self.rank : (part + 1) * self.rank] = self.up[begin:end]
@@ -85,7 +86,7 @@ def concatenated(parts: Sequence[tuple[Tensor, Tensor] | None], sizes: Sequence[
 
 
 def function_why_not(function: str, ranks: int) -> str | None:
-    """Why a function of the device library has no form with so many ranks of adapters inside; None where it has."""
+    """Why a function of the device library has no variant for this many ranks of adapters; None where it has."""
     if function + SUFFIX not in FUNCTIONS:
         return f"{function} has no form with adapters inside"
     return None if ranks <= MOST_RANKS else f"its adapters have {ranks} ranks, more than {MOST_RANKS}"

@@ -1,7 +1,7 @@
 """Lossless 12-bit bf16 weights in the tile layout of the HIP kernels; packing and unpacking are exact.
 
 Sign and 7 mantissa bits are kept as they are. Nearly all exponents of a row lie in a window of 16 consecutive values
-and take 4 bits. A value outside the window is an *outlier*: kept whole, with its column, beside the tiles.
+and take 4 bits. A value outside the window is an *outlier*: kept whole, with its column, in a table of its own.
 Variable-length codes of exponents: Zhang et al. 2025, "70% Size, 100% Accuracy", arXiv:2504.11651. This code has a
 fixed length, so that two values take three to four instructions on their way into the matrix unit.
 
@@ -92,19 +92,19 @@ class CompactTiles(Tiled):
         first, second, third, fourth = w[..., :PLAIN_BYTES].reshape(-1, steps, 2, 8, 4, 4, 4).unbind(-1)
         order = [first & 127 | second & 128, third & 127 | fourth & 128, second & 127 | first & 128]
         plain = torch.stack([*order, fourth & 127 | third & 128], -1)
-        beside = w[..., PLAIN_BYTES:].reshape(-1, steps, 8, 4, 2, 8).permute(0, 1, 4, 2, 3, 5)
-        words = beside.contiguous().view(torch.int32)
+        code_bytes = w[..., PLAIN_BYTES:].reshape(-1, steps, 8, 4, 2, 8).permute(0, 1, 4, 2, 3, 5)
+        words = code_bytes.contiguous().view(torch.int32)
         last = [(words & 7) << 1 | words >> 31 & 1, words >> 15 & 15]
         codes = torch.stack([*(words >> shift & 15 for shift in SHIFTS), *last], -1)
 
         def rows(values: Tensor) -> Tensor:
             return values.movedim(1, 3).reshape(-1, steps * STEP)[:n, :k]
 
-        held = scale.to(torch.float32).flatten()[:n].unsqueeze(1)  # scale is float64 within a float64 reference
-        low = (held.view(torch.int32) >> 23) - (WINDOW - 1)  # the exponent of a power of two
+        scales = scale.to(torch.float32).flatten()[:n].unsqueeze(1)  # scale is float64 within a float64 reference
+        low = (scales.view(torch.int32) >> 23) - (WINDOW - 1)  # the exponent of a power of two
         kept = rows(plain).to(torch.int32)
         sign, rest = (kept & 0x80) << 8, (rows(codes.flatten(4)) + low) << 7 | kept & 0x7F
-        bits = torch.where(held == 0, sign, sign | rest).to(torch.int16)
+        bits = torch.where(scales == 0, sign, sign | rest).to(torch.int16)
         row, place = (outliers.flatten(0, 1)[:n] != NONE).nonzero(as_tuple=True)
         found = outliers.flatten(0, 1)[row, place]
         bits[row, found & 0xFFFF] = (found >> 16).to(torch.int16)
@@ -130,8 +130,8 @@ class CompactTiles(Tiled):
         """As of all tiles; for w, scale and outliers."""
         if table.dtype != torch.uint8:
             return table.unflatten(1, (2, -1))
-        plain, beside = table.split([PLAIN_BYTES, STEP_BYTES - PLAIN_BYTES], -1)
-        halves = beside.unflatten(2, (-1, 2, 8)).movedim(3, 1).flatten(3)  # tile, half, step, 32 lanes by 8 bytes
+        plain, codes = table.split([PLAIN_BYTES, STEP_BYTES - PLAIN_BYTES], -1)
+        halves = codes.unflatten(2, (-1, 2, 8)).movedim(3, 1).flatten(3)  # tile, half, step, 32 lanes by 8 bytes
         return torch.cat([plain.unflatten(2, (2, -1)).movedim(2, 1), halves], -1)
 
     @staticmethod
@@ -139,8 +139,8 @@ class CompactTiles(Tiled):
         """As of all tiles."""
         if table.dtype != torch.uint8:
             return table.flatten(1, 2).contiguous()
-        plain, beside = table.split([PLAIN_BYTES // 2, (STEP_BYTES - PLAIN_BYTES) // 2], -1)
-        codes = beside.unflatten(3, (-1, 8)).movedim(1, 3).flatten(2)
+        plain, code_bytes = table.split([PLAIN_BYTES // 2, (STEP_BYTES - PLAIN_BYTES) // 2], -1)
+        codes = code_bytes.unflatten(3, (-1, 8)).movedim(1, 3).flatten(2)
         return torch.cat([plain.movedim(1, 2).flatten(2), codes], -1)
 
 
@@ -208,11 +208,12 @@ def _tiles(codes: Tensor, plain: Tensor) -> Tensor:
         padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
         return padded.view(-1, 2, 8, steps, 4, *last).movedim(3, 1)
 
-    a, c, b, d = parts(plain, 4, 4).unbind(-1)  # of a word; its bytes are mantissas of a, b, c, d and others' signs
+    # Of a word: its bytes have the mantissas of a, b, c, d, each with the sign of another value.
+    a, c, b, d = parts(plain, 4, 4).unbind(-1)
     words = torch.stack([a & 127 | b & 128, b & 127 | a & 128, c & 127 | d & 128, d & 127 | c & 128], -1)
     e = parts(codes, 2, 8).to(torch.int32).unbind(-1)
     exponents = e[6] >> 1 | (e[6] & 1) << 31 | e[7] << 15
     for one, shift in zip(e, SHIFTS, strict=False):
         exponents = exponents | one << shift
-    beside = exponents.view(torch.uint8).permute(0, 1, 3, 4, 2, 5)  # tile, step, r, t, half, 8 bytes
-    return torch.cat([words.flatten(2), beside.flatten(2)], -1)
+    code_bytes = exponents.view(torch.uint8).permute(0, 1, 3, 4, 2, 5)  # tile, step, r, t, half, 8 bytes
+    return torch.cat([words.flatten(2), code_bytes.flatten(2)], -1)

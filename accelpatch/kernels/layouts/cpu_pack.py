@@ -160,7 +160,7 @@ class Pack:
 
     @classmethod
     def dense(cls, weight: Tensor, bias: Tensor | None = None) -> Pack:
-        """From a float weight[N, K], held in float32."""
+        """From a float weight[N, K], which is stored in float32."""
         n, k = weight.shape
         return cls(weight.detach().to(torch.float32).contiguous(), DENSE, n, k, k, False, "none", bias=as_float(bias))
 

@@ -43,9 +43,9 @@ class ExpertPack(NamedTuple):
         assert flat[1] is not None
         codes = codes or ("e2m1" if scale.dtype == E8M0 else "")
         one = Pack.pack(flat[0], flat[1], flat[2], bits=bits, codes=codes)
-        held = None if bias is None else bias.detach().float().contiguous()
+        float_bias = None if bias is None else bias.detach().float().contiguous()
         data = one.data.view(experts, -1)
-        return cls(data, one.kind, n, one.k, one.group, one.half_scales, one.offset, codes, held)
+        return cls(data, one.kind, n, one.k, one.group, one.half_scales, one.offset, codes, float_bias)
 
     @staticmethod
     def why_not(n: int, k: int, group: int, offset: str, bits: int) -> str | None:

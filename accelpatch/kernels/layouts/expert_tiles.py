@@ -41,8 +41,8 @@ def tiled(
     w = q.new_empty(shapes(experts, n, 2 * half, scale.shape[2])[0])
     for into, one in zip(w, q, strict=True):  # one by one: some of the steps take several times its memory
         into.copy_(tiling.tile_int4(_interleaved(one) if interleaved else one))
-    beside = None if offset is None else _table(offset.to(scale.dtype), 2 * half, interleaved)
-    return w, _table(scale, 2 * half, interleaved), beside
+    offset_table = None if offset is None else _table(offset.to(scale.dtype), 2 * half, interleaved)
+    return w, _table(scale, 2 * half, interleaved), offset_table
 
 
 def untiled(
@@ -55,8 +55,8 @@ def untiled(
     for into, one in zip(q, w, strict=True):
         rows = tiling.untile_int4(one, n, k)
         into.copy_(_in_order(rows) if interleaved else rows)
-    beside, factor = None if offset is None else _untable(offset, n, interleaved), _untable(scale, n, interleaved)
-    return q, factor.view(torch.bfloat16).float().to(E8M0) if factor.dtype == torch.int16 else factor, beside
+    offsets, scales = None if offset is None else _untable(offset, n, interleaved), _untable(scale, n, interleaved)
+    return q, scales.view(torch.bfloat16).float().to(E8M0) if scales.dtype == torch.int16 else scales, offsets
 
 
 def in_tile_order(x: Tensor) -> Tensor:

@@ -42,9 +42,9 @@ class Int3Tiles(Tiles):
         require(reason is None, "tiles", str(reason))
         fits = int4_tiles.exact(rows.offset, rows.scale.dtype)
         require(fits, "tiles", f"an offset is no number of {rows.scale.dtype}")
-        beside = None if rows.offset is None else rows.offset.to(rows.scale.dtype)
+        offset = None if rows.offset is None else rows.offset.to(rows.scale.dtype)
         place = int4_tiles.places(rows.k, group)
-        tables = [None if one is None else tiling.tile_scales(one, **place) for one in (rows.scale, beside)]
+        tables = [None if one is None else tiling.tile_scales(one, **place) for one in (rows.scale, offset)]
         w = tiling.tile_int3(int3_linear.unpack(rows.w).view(torch.uint8))
         assert tables[0] is not None
         return cls(w, tables[0], tables[1], rows.n, rows.k, group, kind_of(rows.offset), order=rows.order)
@@ -55,10 +55,10 @@ class Int3Tiles(Tiles):
 
         w, scale, offset, n, k, group, kind, _ = self.alone().arguments()
         scales = tiling.untile_scales(scale, n, k // group).contiguous()
-        beside = None if offset is None else tiling.untile_scales(offset, n, k // group).contiguous()
-        if beside is not None and kind == "zero_point":
-            beside = beside.to(torch.int8)
-        return Int3Rows(int3_linear.pack(tiling.untile_int3(w, n, k)), scales, beside, order=self.order)
+        offsets = None if offset is None else tiling.untile_scales(offset, n, k // group).contiguous()
+        if offsets is not None and kind == "zero_point":
+            offsets = offsets.to(torch.int8)
+        return Int3Rows(int3_linear.pack(tiling.untile_int3(w, n, k)), scales, offsets, order=self.order)
 
     def launch(self, gemm: bool = False) -> WeightArguments:
         """The arguments of a launch of gemv_int3."""

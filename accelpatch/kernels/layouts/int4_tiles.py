@@ -1,9 +1,9 @@
 """4-bit weights in tiles of the HIP kernels, from and to the canonical tensors, exactly; the bits of a tile: tiling.py.
 
 Groups along K of 32, 64, or 128 times a power of two, or whole rows; scales and offsets of 16 bits. Codes of a codebook
-(codebooks.py) have groups of 32 or 64 and float32 scales, whose halves lie where scales and offsets do; those of e2m1
-have groups of 32, whose scales bfloat16 holds. Those of nvfp4 have groups of 16, two of which share a place of 16 bits,
-and float64 factors of rows, [tiles, 16], as the offset.
+(codebooks.py) have groups of 32 or 64 and float32 scales, whose high and low halves lie in the tables of scales and of
+offsets; those of e2m1 have groups of 32, whose scales bfloat16 represents. Those of nvfp4 have groups of 16, the scales
+of two of which share 16 bits, and float64 factors of rows, [tiles, 16], as the offset.
 
 The rows of gate and up can be interleaved (tiled.py).
 """
@@ -84,8 +84,8 @@ class Tiles(Tiled):
             table, factors = _table(scale.view(torch.int16), k, group), tiling.whole_tiles(offset)
             return cls(tiling.tile_int4(q), table, factors.view(-1, TILE_ROWS), n, k, group, codes, order=order)
         require(exact(offset, scale.dtype), "tiles", f"an offset is no number of {scale.dtype}")
-        beside = None if offset is None else offset.to(scale.dtype)
-        first, second = tables_of(scale) if codes else (scale, beside)
+        cast_offset = None if offset is None else offset.to(scale.dtype)
+        first, second = tables_of(scale) if codes else (scale, cast_offset)
         tables = _table(first, k, group), None if second is None else _table(second, k, group)
         return cls(tiling.tile_int4(q), *tables, n, k, group, codes or kind_of(offset), order=order)
 
@@ -96,12 +96,12 @@ class Tiles(Tiled):
             scales = tiling.untile_scales(scale, n, k // _place(group)).contiguous().view(E4M3)
             return tiling.untile_int4(w, n, k), scales, offset.reshape(-1, 1)[:n].contiguous()
         scales = tiling.untile_scales(scale, n, k // group)
-        beside = None if offset is None else tiling.untile_scales(offset, n, k // group)
+        offsets = None if offset is None else tiling.untile_scales(offset, n, k // group)
         if kind in CODEBOOKS:
-            return tiling.untile_int4(w, n, k), of_tables(scales, beside), None
-        if beside is not None and kind == "zero_point":
-            beside = beside.to(torch.int8)
-        return tiling.untile_int4(w, n, k), scales, beside
+            return tiling.untile_int4(w, n, k), of_tables(scales, offsets), None
+        if offsets is not None and kind == "zero_point":
+            offsets = offsets.to(torch.int8)
+        return tiling.untile_int4(w, n, k), scales, offsets
 
     def launch(self, gemm: bool = False) -> WeightArguments:
         """The arguments of a launch of the group size's gemv, or of int4_gemm."""
@@ -109,11 +109,13 @@ class Tiles(Tiled):
             ONE_GROUP if self.group == self.k else _place(self.group),
             places(self.k, self.group)["group_shift"],
         )
-        held = (self.w.contiguous(), form, self.scale.contiguous())
-        beside = None if self.offset is None else self.offset.contiguous()
-        prefetchable = held[0] is self.w and held[2] is self.scale and beside is self.offset
+        w_and_scale = (self.w.contiguous(), form, self.scale.contiguous())
+        offset = None if self.offset is None else self.offset.contiguous()
+        prefetchable = w_and_scale[0] is self.w and w_and_scale[2] is self.scale and offset is self.offset
         function, variant = ("int4_gemm", "") if gemm else (gemv_of(form), self.kind)
-        return WeightArguments(function, self.rows, self.k, *held, beside, self.kind, shift, prefetchable, variant)
+        return WeightArguments(
+            function, self.rows, self.k, *w_and_scale, offset, self.kind, shift, prefetchable, variant
+        )
 
     @staticmethod
     def eights(table: Tensor) -> Tensor:
@@ -143,8 +145,8 @@ def _place(group: int) -> int:
 
 
 def exact(offset: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether `dtype` represents the offsets exactly; values are compared only where the dtype differs. Factors of rows
-    lie beside scales as they are."""
+    """Whether `dtype` represents the offsets exactly; values are compared only where the dtype differs. The factors of
+    rows, of nvfp4, are stored unchanged."""
     return (
         offset is None
         or dtype == E4M3

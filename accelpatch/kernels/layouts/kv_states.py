@@ -143,7 +143,7 @@ def floats(states: States) -> Tensor:
 
 
 def tensors_of(states: States) -> tuple[Tensor, ...]:
-    """The tensors [B, Hkv, L, ...] that hold them."""
+    """The tensors [B, Hkv, L, ...] of the states."""
     return (states,) if isinstance(states, Tensor) else states.tensors
 
 
@@ -155,5 +155,5 @@ def part_of(states: States, rows: slice) -> States:
 def copy_first_(states: States, larger: States) -> None:
     """Copy all slots of `states` into the first ones of `larger`, which are of the same format."""
     capacity = states.shape[2]
-    for held, new in zip(tensors_of(states), tensors_of(larger), strict=True):
-        new[:, :, :capacity].copy_(held)
+    for source, target in zip(tensors_of(states), tensors_of(larger), strict=True):
+        target[:, :, :capacity].copy_(source)

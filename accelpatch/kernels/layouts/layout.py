@@ -1,7 +1,8 @@
-"""What every weight layout offers: one class in a file of this folder, and one row of `ops.linear.by_layout.LINEARS`.
+"""The interface of weight layouts. A layout is one class in a file of this folder, and one row of
+`ops.linear.by_layout.LINEARS`.
 
-A quantised module holds one layout and nothing beside it. Of its canonical form, a RowMajor, a state dict holds the
-`tensors()`, and `by_layout.laid_out` makes a device's layout. `arguments()` are what the layout's operation takes
+A quantised module has one layout and no other copy of its weight. A state dict has the `tensors()` of the canonical
+form, a RowMajor, and `by_layout.laid_out` makes a device's layout. `arguments()` are what the layout's operation takes
 between x and the bias.
 """
 
@@ -19,7 +20,7 @@ L = TypeVar("L")
 
 @dataclass(frozen=True)
 class WeightArguments:
-    """What a launch says of a weight w[n, k] in the format of a function of the device library.
+    """The launch arguments of a weight w[n, k], in the format of a function of the device library.
 
     function: one of compiling/gpu_libraries.py. form: its format argument, None where it takes none. scale, offset:
     float32 per row; or 16-bit tiles (tiling.py), one per 2 ** group_shift K steps; or scale and outliers of
@@ -42,9 +43,9 @@ class WeightArguments:
 
 
 class Layout(Protocol):
-    """A weight[n, k] as it lies in memory. w: its main tensor. part: "all"; or "both", "gate" or "up" of interleaved
-    rows (see tiled.py). tiled: whether rows lie in tiles, where a gate needs them interleaved. order: int32[k], the
-    input of each column (GPTQ's act-order), or None. orders: whether the operation applies it itself."""
+    """A weight[n, k] in the layout that a kernel reads. w: its main tensor. part: "all"; or "both", "gate" or "up" of
+    interleaved rows (see tiled.py). tiled: whether rows lie in tiles, where a gate needs them interleaved. order:
+    int32[k], the input of each column (GPTQ's act-order), or None. orders: whether the operation applies it itself."""
 
     @property
     def w(self) -> Tensor: ...
@@ -115,7 +116,8 @@ def nbytes_of(tensors: Sequence[Any]) -> int:
 
 
 def concatenated(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors along the first dimension; they become views of the result. None is copied that lies so."""
+    """Concatenate tensors along the first dimension; they become views of the result. Nothing is copied where they are
+    contiguous already."""
     joined = in_one_run(parts)
     if joined is None:
         joined = torch.cat([part.detach() for part in parts])

@@ -1,4 +1,4 @@
-"""LoRA adapters beside a pack, which a native step adds to the products of its weight (cpu/low_rank.h)."""
+"""LoRA adapters of a packed weight, whose products a native step adds to the linear layer's (cpu/low_rank.h)."""
 
 from __future__ import annotations
 

@@ -33,10 +33,10 @@ R = TypeVar("R", bound="RowMajor")
 
 @dataclass(frozen=True, eq=False)
 class RowMajor:
-    """w[N, K]; what the layouts of this file share. They are canonical: what a state dict holds, whatever the device.
+    """w[N, K]; base of the layouts of this file. They are canonical: a state dict has them, whatever the device.
     Each iterates over its `arguments()`.
 
-    order[K] int32: the input of each column, whose groups lie side by side (GPTQ's act-order); None: in order.
+    order[K] int32: the input of each column, where columns are sorted by group (GPTQ's act-order); None: in order.
     """
 
     part: ClassVar[str] = "all"
@@ -53,13 +53,13 @@ class RowMajor:
         """From the tensors of a state dict by name; data: fields that are no tensors. Raises KernelError for a tensor
         that is missing or that such a weight does not have."""
         known = {one.name: one for one in fields(cls)}
-        held = {("w" if name == "q" else name): one for name, one in parts.items() if one is not None}
-        for name in held.keys() - known.keys():
+        found = {("w" if name == "q" else name): one for name, one in parts.items() if one is not None}
+        for name in found.keys() - known.keys():
             raise KernelError(f"{name} does not belong to this kind of weight: write the checkpoint again")
         for name, one in known.items():
-            if one.default is MISSING and name not in held | data:
+            if one.default is MISSING and name not in found | data:
                 raise KernelError(f"{'q' if name == 'w' else name} is missing")
-        return cls(**held, **data)
+        return cls(**found, **data)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by their names in a state dict."""

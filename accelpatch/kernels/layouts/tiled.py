@@ -1,4 +1,4 @@
-"""What weights in tiles of 16 rows share: rows of gate and up interleaved, concatenated and split by whole tiles.
+"""Base of weights in tiles of 16 rows: interleaving of gate and up, concatenation and splitting by whole tiles.
 
 The rows of gate and up can be interleaved: 8 of each in a tile, as the kernels' gate epilogue needs them. The two
 weights then share the same tensors. part: "all": the rows in their order. "both": the first and second half of the rows
@@ -83,12 +83,12 @@ class Tiled:
         return self.replace(part="all", **{name: own(table) for name, table in self.tables.items()})
 
     def pair(self: T, up: T | None = None) -> T:
-        """Interleave this gate and `up`, of 16 N rows each, to "both"; without `up`, it holds both in 32 N rows."""
+        """Interleave this gate and `up`, of 16 N rows each, to "both". Without `up` this has the 32 N rows of both."""
         parts = self.alike([one.alone() for one in (self, up) if one is not None])
 
         def interleaved(tables: list[Tensor]) -> Tensor:
-            held = [self.eights(one).flatten(0, 1) for one in tables]
-            gate, up = held if len(held) == 2 else held[0].chunk(2)
+            halves = [self.eights(one).flatten(0, 1) for one in tables]
+            gate, up = halves if len(halves) == 2 else halves[0].chunk(2)
             return self.of_eights(torch.stack([gate, up], 1))
 
         tables: dict[str, Any] = {name: interleaved([one.tables[name] for one in parts]) for name in parts[0].tables}

@@ -1,4 +1,4 @@
-"""Weight layouts of the HIP kernels: 4-bit values in tiles, grouped scales beside them; each with its inverse.
+"""Weight layouts of the HIP kernels: 4-bit values in tiles, and tables of their scales; each with its inverse.
 
 A tile is 16 rows by 128 values of K, 1,024 bytes: 16 bytes for (row r, quarter t) at ``(4 r + t) * 16``; 32-bit word p
 of those holds values ``32 p + 8 t + e``, value ``e = 2 i`` in nibble i and ``e = 2 i + 1`` in nibble ``i + 4``. A code
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 TILE_ROWS, TILE_VALUES = 16, 128
-_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # of eight values in the bytes of a lane's operands
-_SIGNS = 0x88  # turns two codes of 0 to 15 into two's complement of what they are less 8, and back
+_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the order of eight values in the bytes of a lane's operands
+_SIGNS = 0x88  # by exclusive or: two codes u of 0 to 15 to u - 8 in two's complement, and back
 
 
 def whole_tiles(rows: Tensor) -> Tensor:
@@ -59,9 +59,9 @@ def tile_int3(u: Tensor) -> Tensor:
 
 def untile_int3(tiles: Tensor, rows: int, columns: int) -> Tensor:
     """Codes u[N, K] uint8 of N = ``rows``, K = ``columns``; the inverse of `tile_int3`."""
-    held, steps = tiles.view(torch.uint8), tiles.shape[1]
-    a, b = held[..., :512].unflatten(2, (8, 4, 2, 2, 4)).unbind(5)
-    c = held[..., 512:].unflatten(2, (8, 4, 2, 4))
+    packed, steps = tiles.view(torch.uint8), tiles.shape[1]
+    a, b = packed[..., :512].unflatten(2, (8, 4, 2, 2, 4)).unbind(5)
+    c = packed[..., 512:].unflatten(2, (8, 4, 2, 4))
     o = [a >> 5, a >> 2 & 7, b >> 5, b >> 2 & 7, c >> 5, c >> 2 & 7, a & 3 | (c & 1) << 2, b & 3 | (c & 2) << 1]
     values = torch.stack(o, 5).unflatten(5, (4, 2)).permute(0, 4, 2, 1, 5, 3, 6, 7).flatten(-2)
     codes = torch.empty_like(values)

@@ -73,8 +73,8 @@ class W8A8Pack(Pack):
         cls, data: Tensor, n: int, k: int, input_scale: float | None, bias: Tensor | None
     ) -> W8A8Pack:
         """From `arguments()` and a bias[N] of any float dtype, as the operation takes them."""
-        held = None if bias is None else bias.detach().to(torch.float32).contiguous()
-        return cls(data, W8A8, n, k, k, False, "none", bias=held, input_scale=input_scale)
+        float_bias = None if bias is None else bias.detach().to(torch.float32).contiguous()
+        return cls(data, W8A8, n, k, k, False, "none", bias=float_bias, input_scale=input_scale)
 
     @staticmethod
     def why_not_w8a8(n: int, k: int, groups: int = 1) -> str | None:

@@ -14,7 +14,8 @@ def runs_of(slot_at, position, tokens, window, RUN: tl.constexpr):  # type: igno
     """
     slot = tl.load(slot_at + tl.program_id(2)).to(tl.int32)
     own = slot - tl.load(position).to(tl.int32)
-    own = tl.where((own < 0) | (own > slot), 0, own)  # positions that count something else
+    # A position that is greater than the slot does not count slots: all slots are then the row's own.
+    own = tl.where((own < 0) | (own > slot), 0, own)
     low = tl.where(window > 0, tl.maximum(slot + 1 - window, 0), 0)
     first, last = tl.maximum(low - own, 0) // RUN, (slot + tokens - 1 - own) // RUN
     used = last + 1 - first
@@ -82,21 +83,21 @@ def added_up(  # type: ignore[no-untyped-def]
     for start in tl.range(begin, last + 1, AHEAD, num_stages=1):
         run = start + ahead
         used = ((run >= first) & (run <= last))[:, None] & here[None, :]
-        held = tops + run[:, None] * (2 * ROWS) + rows[None, :]
-        some = tl.load(held, mask=used, other=float("-inf"), cache_modifier=".cg")
+        top_at = tops + run[:, None] * (2 * ROWS) + rows[None, :]
+        some = tl.load(top_at, mask=used, other=float("-inf"), cache_modifier=".cg")
         highest = tl.maximum(highest, tl.max(some, axis=0))
     total, mean = tl.zeros([SOME], tl.float32), tl.zeros([SOME, WIDE], tl.float32)
     for start in tl.range(begin, last + 1, AHEAD, num_stages=1):
         run = start + ahead
         used = ((run >= first) & (run <= last))[:, None] & here[None, :]
-        held = (run * ROWS)[:, None] + rows[None, :]
+        row_at = (run * ROWS)[:, None] + rows[None, :]
         all_of = used[:, :, None] & (columns < SIZE)[None, None, :]
         value = tl.load(
-            sums + held[:, :, None] * SIZE + columns[None, None, :], mask=all_of, other=0.0, cache_modifier=".cg"
+            sums + row_at[:, :, None] * SIZE + columns[None, None, :], mask=all_of, other=0.0, cache_modifier=".cg"
         )
-        held = (run * 2 * ROWS)[:, None] + rows[None, :]
-        top = tl.load(tops + held, mask=used, other=float("-inf"), cache_modifier=".cg")
-        part = tl.load(tops + held + ROWS, mask=used, other=0.0, cache_modifier=".cg")
+        top_at = (run * 2 * ROWS)[:, None] + rows[None, :]
+        top = tl.load(tops + top_at, mask=used, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(tops + top_at + ROWS, mask=used, other=0.0, cache_modifier=".cg")
         kept = tl.where(used, tl.exp2(top - highest[None, :]), 0.0)
         total += tl.sum(kept * part, axis=0)
         mean += tl.sum(kept[:, :, None] * value, axis=0)

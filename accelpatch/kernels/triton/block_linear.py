@@ -27,7 +27,7 @@ def _block_gemm(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     split, across = tl.program_id(1), tl.cdiv(m, TOKENS)
-    tokens = tl.program_id(0) % across * TOKENS + tl.arange(0, TOKENS)  # those that share rows run together
+    tokens = tl.program_id(0) % across * TOKENS + tl.arange(0, TOKENS)  # programs that share weight rows run together
     rows = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     x_rows = x + tl.minimum(tokens, m - 1).to(tl.int64)[None, :] * x_stride
     w_rows = blocks + tl.minimum(rows, n - 1)[:, None] * row_bytes
@@ -35,12 +35,12 @@ def _block_gemm(  # type: ignore[no-untyped-def]
     for start in tl.range(split * run, tl.minimum((split + 1) * run, k), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         if EVEN:
-            given = tl.load(x_rows + columns[:, None])
-        else:  # K is a multiple of 32, and these may be of the last one twice
-            given = tl.load(x_rows + columns[:, None], mask=(columns < k)[:, None], other=0.0)
+            x_tile = tl.load(x_rows + columns[:, None])
+        else:  # K is a multiple of 32: beyond it x is 0, and the last 32 columns of the weight are read again
+            x_tile = tl.load(x_rows + columns[:, None], mask=(columns < k)[:, None], other=0.0)
             columns = tl.where(columns < k, columns, columns - 32)
         weights = block_values(w_rows, columns[None, :], FORM)
-        total = tl.dot(weights.to(x.dtype.element_ty), given, total)
+        total = tl.dot(weights.to(x.dtype.element_ty), x_tile, total)
     leave(total, bias, y, parts, tokens, rows, m, n, split, BIAS, CUT)
 
 
@@ -51,8 +51,8 @@ def _block_rows(  # type: ignore[no-untyped-def]
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < k
-    held = blocks + tl.minimum(rows, n - 1)[:, None] * row_bytes
-    values = block_values(held, tl.where(inside, columns, 0)[None, :], FORM)
+    row_at = blocks + tl.minimum(rows, n - 1)[:, None] * row_bytes
+    values = block_values(row_at, tl.where(inside, columns, 0)[None, :], FORM)
     mask = (rows < n)[:, None] & inside[None, :]
     tl.store(out + rows[:, None] * k + columns[None, :], values.to(out.dtype.element_ty), mask=mask)
 

@@ -1,7 +1,7 @@
 """A KV cache in another format than the model's, in kernels: codes to floats, and the rows of new tokens to codes.
 
-FORM: 0 for numbers of the model's dtype (or bfloat16 beside it), 1 for int8, 2 for fp8; see ../layouts/kv_states.py.
-Codes are read as bytes, since not every arch's compiler knows e4m3fn.
+FORM: 0 for numbers of the model's dtype (or bfloat16 in a float32 model), 1 for int8, 2 for fp8; see
+../layouts/kv_states.py. Codes are read as bytes, since not every arch's compiler knows e4m3fn.
 """
 
 from __future__ import annotations

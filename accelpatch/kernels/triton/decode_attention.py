@@ -15,9 +15,9 @@ any after it starts. So one of those must lie between a write to slot, positions
 is read, and everything written, after the wait, when all earlier kernels have ended: each kernel ends after its own
 wait.
 
-The GEMM after this kernel has one block per SM and prefetches its weights. An SM has room for one such block beside a
-program of this kernel, but not for two. So a launch has a program for every SM, and programs without work stay until
-the wait is over: on SMs left empty, that GEMM's blocks would pile up.
+The GEMM after this kernel has one block per SM and prefetches its weights. An SM has room for a program of this kernel
+and one such block, but not for two blocks. So a launch has a program for every SM, and programs without work stay until
+the wait is over: an SM without a program would be given several of that GEMM's blocks.
 """
 
 from __future__ import annotations
@@ -235,14 +235,14 @@ def _attend(  # type: ignore[no-untyped-def]
             q_norm, k_norm, keys + at, values + at, k_scales, v_scales, tokens, query, kv, slot, own + run * RUN, stop,
             heads, rope_scaling, eps, GROUP, SIZE, WIDE, ROTARY_DIM, NORM, PLUS_ONE, MAX_NEW_TOKENS, DEPENDENT, FORM,
         )  # fmt: skip
-        held = (head * tiles + tile) * tl.cdiv(capacity, RUN) * ROWS
+        states = (head * tiles + tile) * tl.cdiv(capacity, RUN) * ROWS
         top, total, mean = _scan(
-            q, keys + at, values + at, k_scales, v_scales, mask, sums + held * SIZE, tops + held * 2, query, tokens,
+            q, keys + at, values + at, k_scales, v_scales, mask, sums + states * SIZE, tops + states * 2, query, tokens,
             begin, stop, own, slot, window, scaling, softcap, all_seen, GROUP, CAP, RUN, SLOTS, SIZE, WIDE, ROWS,
             STAGES, FORM,
         )  # fmt: skip
         _leave(
-            y + (row * tokens * heads + kv * GROUP) * SIZE, sinks + kv * GROUP, sums + held * SIZE, tops + held * 2,
+            y + (row * tokens * heads + kv * GROUP) * SIZE, sinks + kv * GROUP, sums + states * SIZE, tops + states * 2,
             finished + head * tiles + tile, top, total, mean, tile * ROWS, tokens * GROUP, heads, end - 1, first, last,
             programs, GROUP, SIZE, WIDE, ROWS, SOME, AHEAD, SINKS,
         )  # fmt: skip

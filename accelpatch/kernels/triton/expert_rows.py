@@ -16,9 +16,9 @@ from accelpatch.kernels.triton.dequantize import _of_e2m1, _of_e4m3
 @triton.jit
 def _scaled_codes(words, x, power, NIBBLE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The codes in a nibble of each word times x, float32."""
-    PLACE: tl.constexpr = NIBBLE if NIBBLE < 5 else NIBBLE - 3  # a float's fraction has room for five
-    held = words if NIBBLE < 5 else words >> 12
-    bits = (held & (15 << (4 * PLACE))) | power
+    PLACE: tl.constexpr = NIBBLE if NIBBLE < 5 else NIBBLE - 3  # the 23 bits of a fraction have room for five nibbles
+    shifted = words if NIBBLE < 5 else words >> 12
+    bits = (shifted & (15 << (4 * PLACE))) | power
     return (bits.to(tl.float32, bitcast=True) - 8388608.0) * (x * (1.0 / (1 << (4 * PLACE))))
 
 
@@ -43,7 +43,7 @@ def _codes(  # type: ignore[no-untyped-def]
     """Blocks of rows of 4-bit codes times x: float32 [ROWS, BLOCKS].
 
     x: pointer to the row of x, or [BLOCKS]. rows[ROWS, BLOCKS] int64: numbers of rows in the whole stack. block[BLOCKS]
-    of those rows. A warp has 8 blocks of all rows, so that a thread's words and its values of x go together.
+    of those rows. A warp has 8 blocks of all rows, so that a thread has the values of x that its own words multiply.
     """
     word = tl.arange(0, 16)[None, None, :]
     first = (rows * tl.cdiv(k, 128) + block[None, :]) * 16
@@ -67,8 +67,8 @@ def _codes(  # type: ignore[no-untyped-def]
         if OFFSET >= 2:
             total += tl.sum(sums, axis=2) * 16384.0 * factor
         elif OFFSET == 1:
-            beside = tl.load(offset + at, mask=valid, other=0.0).to(tl.float32)
-            total += tl.sum(sums, axis=2) * factor + tl.sum(given, axis=2) * beside
+            minimum = tl.load(offset + at, mask=valid, other=0.0).to(tl.float32)
+            total += tl.sum(sums, axis=2) * factor + tl.sum(given, axis=2) * minimum
         else:
             total += (tl.sum(sums, axis=2) - 8.0 * tl.sum(given, axis=2)) * factor
     if OFFSET == 3:
@@ -86,9 +86,9 @@ def _fp8_sums(  # type: ignore[no-untyped-def]
         block = start + tl.arange(0, BLOCKS)
         there = inside[:, None] & (block < groups)[None, :]
         place = block[:, None] * 128 + column[None, :]
-        given = tl.load(x + place, mask=(block < groups)[:, None], other=0.0).to(tl.float32)
-        held = tl.load(w + rows[:, None, None] * k + place[None, :, :], mask=there[:, :, None], other=0)
-        sums = tl.sum(_of_e4m3(held.to(tl.int32)) * given[None, :, :], axis=2)
+        x_values = tl.load(x + place, mask=(block < groups)[:, None], other=0.0).to(tl.float32)
+        codes = tl.load(w + rows[:, None, None] * k + place[None, :, :], mask=there[:, :, None], other=0)
+        sums = tl.sum(_of_e4m3(codes.to(tl.int32)) * x_values[None, :, :], axis=2)
         total += sums * tl.load(scale + rows[:, None] * groups + block[None, :], mask=there, other=0.0)
     return tl.sum(total, axis=1)
 
@@ -102,7 +102,7 @@ def _row_sums(  # type: ignore[no-untyped-def]
         return _fp8_sums(w, scale, x, rows, inside, k, groups, ROWS, COLUMNS // 128)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, k, COLUMNS):
-        # runs of 8 values, of x and of weights alike: a thread then has both in the same places
+        # Runs of 8 values of x and of the weights, so that a thread loads the same columns of both.
         column = tl.max_contiguous(start + tl.arange(0, COLUMNS), 8)[None, :]
         given = tl.load(x + column, mask=column < k, other=0.0).to(tl.float32)
         there = inside[:, None] & (column < k)

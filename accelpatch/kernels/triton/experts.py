@@ -1,9 +1,9 @@
 """Experts for few tokens, two launches; see ../ops/experts/experts.py.
 
 One program has one chosen expert of one token and a block of rows: gate, up and the activation; then rows of down,
-added up over the token's experts in their order. The ids are read on the device. Nothing that a token gets depends on
-the tokens beside it. Products with a token: expert_rows.py. Many tokens, and
-weights in tiles: grouped_experts.py.
+added up over the token's experts in their order. The ids are read on the device. A token's result does not depend on
+the other tokens of the call. The dot products with a token are in expert_rows.py; many tokens, and weights in tiles,
+are in grouped_experts.py.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from accelpatch.kernels.triton.expert_rows import _codes, _row_sums
 from accelpatch.kernels.triton.gated_activation import CODES, _activated
 from accelpatch.kernels.triton.launch import cdiv, dependent, on
 
-CLAMPED = 7  # beside the codes of gated_activation
+CLAMPED = 7  # an activation that gated_activation's CODES do not have
 FLOAT, INT8, INT4, FP8 = 0, 1, 2, 3
 #: what the kernels call OFFSET: the codes less 8, a minimum, the codes of e2m1, or those of NVFP4
 NONE, MINIMUM, E2M1, NV = 0, 1, 2, 3
-#: the bits of 2^23; handed in, since with two constants the mask and the or would be two instructions
+#: the bits of 2^23; an argument of the kernels, since with two constants the mask and the or were two instructions
 POWER = 0x4B000000
 OF_CODES = {"e2m1": E2M1, NVFP4: NV}
 
@@ -70,9 +70,9 @@ def _gate_up(  # type: ignore[no-untyped-def]
         first = expert * (2 * inner) + row
         own = x + pair // chosen * x_stride
         both = tl.arange(0, 2 * ROWS)  # rows of gate, and those of up
-        held = tl.program_id(0) * ROWS + both % ROWS
-        rows = expert * (2 * inner) + held + both // ROWS * inner
-        inside = held < inner
+        inner_row = tl.program_id(0) * ROWS + both % ROWS
+        rows = expert * (2 * inner) + inner_row + both // ROWS * inner
+        inside = inner_row < inner
         if KIND == 2:
             total = tl.zeros([2 * ROWS, COLUMNS], tl.float32)
             blocks = tl.cdiv(k, 128)
@@ -100,7 +100,7 @@ def _down_codes(  # type: ignore[no-untyped-def]
     h, ids, weights, w, scale, offset, token, row, k, width, experts, chosen, groups, power,
     OFFSET: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The weighted sum of rows over a token's experts: their blocks one after the other, as one long row."""
+    """The weighted sum of rows over a token's experts, whose blocks are read one after the other as one long row."""
     blocks, total = tl.cdiv(k, 128), tl.zeros([ROWS, BLOCKS], tl.float32)
     for start in range(0, blocks * chosen, BLOCKS):
         number = start + tl.arange(0, BLOCKS)
@@ -199,9 +199,9 @@ def of_few(
         )  # fmt: skip
         tensors, groups, form = weight_arguments(down, inner)
         tile = DOWN[form["KIND"]]
-        beside = x if residual is None else residual.contiguous()
+        residual_or_x = x if residual is None else residual.contiguous()
         _down[(cdiv(width, tile.rows), tokens)](
-            h, ids, weights, *tensors, beside, y, inner, width, number, chosen, groups, POWER,
+            h, ids, weights, *tensors, residual_or_x, y, inner, width, number, chosen, groups, POWER,
             **form, RESIDUAL=residual is not None, DEPENDENT=overlapped,
             **shape(tile, form["KIND"], inner * (chosen if form["KIND"] == INT4 else 1)), **options,
         )  # fmt: skip

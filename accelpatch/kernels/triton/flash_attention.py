@@ -3,8 +3,8 @@
 One program has BLOCK_M queries of a head and goes once over the keys that they see, BLOCK_N at a time, with a running
 softmax: partial results are scaled down whenever a larger score appears. Tiles that every query sees whole need no
 masks; those at the low and the high end of what the block sees are loops of their own. Exponentials are powers of 2,
-into which the scaling is folded. Programs with the most keys start first; the heads of a group run beside each other,
-and only as many heads at a time as the L2 cache holds keys and values of. Source: Dao 2023, arXiv:2307.08691.
+into which the scaling is folded. Programs with the most keys start first; the heads of a group run at the same time,
+and only as many heads as have their keys and values in the L2 cache together. Source: Dao 2023, arXiv:2307.08691.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _LEAST = tl.constexpr(-3.0e38)  # a bias of the least float stays finite in powe
 
 
 @triton.jit
-def _held(tile, inside, real, EDGE: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile of keys or values; zeros where it is not inside, at an edge, and in columns that are not real."""
+def _load_tile(tile, inside, real, EDGE: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load a tile of keys or values; zeros outside of the keys, in an edge tile, and in the columns that pad a head."""
     if EDGE:
         return tl.load(tile, mask=inside & real, other=0.0)
     if PADDED:
@@ -54,11 +54,11 @@ def _seen(keys, low, high, shown, inside, LOWER: tl.constexpr, BIAS: tl.constexp
 
 @triton.jit
 def _scores(  # type: ignore[no-untyped-def]
-    queries, held, bias_tile, seen, inside, scale, cap, CAP: tl.constexpr, BIAS: tl.constexpr, EDGE: tl.constexpr,
+    queries, key_tile, bias_tile, seen, inside, scale, cap, CAP: tl.constexpr, BIAS: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Scores [BLOCK_M, BLOCK_N], minus infinity where not seen; in units of log2 with a cap or an added bias, else
-    those have to be scaled."""
-    s = tl.dot(queries, held, input_precision="ieee")
+    """Scores [BLOCK_M, BLOCK_N], minus infinity where not seen. With a cap or an added bias they are in units of
+    log2; else they are not scaled yet."""
+    s = tl.dot(queries, key_tile, input_precision="ieee")
     if CAP:  # cap tanh(x) = cap - 2 cap / (exp(2 x) + 1); scale is that of 2 x
         s = cap - 2.0 * cap / (tl.exp2(s * scale) + 1.0)
     if BIAS == _ADDS:
@@ -91,17 +91,17 @@ def _over(  # type: ignore[no-untyped-def]
         if EDGE:
             seen = _seen(keys, low, high, bias_of + far * bias_n, inside, LOWER, BIAS)
         if TMA:  # zeros beyond the last key and the last column
-            held = tl.reshape(keys_of.load([batch, kv, at, 0]), (BLOCK_N, queries.shape[1])).T
+            key_tile = tl.reshape(keys_of.load([batch, kv, at, 0]), (BLOCK_N, queries.shape[1])).T
             values = tl.reshape(values_of.load([batch, kv, at, 0]), (BLOCK_N, queries.shape[1]))
         else:
-            held = _held(keys_of + far * k_n, inside[None, :], real[:, None], EDGE, PADDED)
-            values = _held(values_of + far * v_n, inside[:, None], real[None, :], EDGE, PADDED)
-        s = _scores(queries, held, bias_of + far * bias_n, seen, inside, scale, cap, CAP, BIAS, EDGE)
+            key_tile = _load_tile(keys_of + far * k_n, inside[None, :], real[:, None], EDGE, PADDED)
+            values = _load_tile(values_of + far * v_n, inside[:, None], real[None, :], EDGE, PADDED)
+        s = _scores(queries, key_tile, bias_of + far * bias_n, seen, inside, scale, cap, CAP, BIAS, EDGE)
         times: tl.constexpr = CAP or BIAS == _ADDS
         larger = tl.maximum(most, tl.max(s, axis=1) if times else tl.max(s, axis=1) * scale)
         known = tl.where(larger == float("-inf"), 0.0, larger) if EDGE or BIAS == _ADDS else larger
         p = tl.exp2(s - known[:, None] if times else s * scale - known[:, None])
-        if EDGE and GAPS:  # what no query sees may be anything
+        if EDGE and GAPS:  # values that no query sees may be NaN, which a probability of 0 would not hide
             values = tl.where((tl.max(seen.to(tl.int32), axis=0) > 0)[:, None], values, 0.0)
         smaller = tl.exp2(most - known)
         total = total * smaller + tl.sum(p, axis=1)
@@ -153,7 +153,7 @@ def _parts(  # type: ignore[no-untyped-def]
     begin, inner, outer = first // BLOCK_N * BLOCK_N, 0, all_high // BLOCK_N * BLOCK_N
     if LOWER:
         inner = tl.maximum(tl.cdiv(all_low, BLOCK_N) * BLOCK_N, begin)
-    if LOWER or BIAS == _SHOWS:  # without such tiles all are edges
+    if LOWER or BIAS == _SHOWS:  # where no tile is seen whole, all of them are edge tiles
         whole = outer > inner if BIAS != _SHOWS else False
         inner, outer = tl.where(whole, inner, begin), tl.where(whole, outer, begin)
     return begin, inner, outer
@@ -169,7 +169,7 @@ def attend(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     block, batch, head = _place(length, heads, blocks, section)
     top, rows, columns, ahead = block * BLOCK_M, tl.arange(0, BLOCK_M), tl.arange(0, WIDE), tl.arange(0, BLOCK_N)
-    row = tl.minimum(top + rows, length - 1)  # rows beyond the last are it again, and not stored
+    row = tl.minimum(top + rows, length - 1)  # rows beyond the last repeat it, and are not stored
     low, high, first, last, all_low, all_high = _limits(
         ranges, batch, top, row, length, keys, window, RANGES, CAUSAL, WINDOW, BLOCK_M
     )

@@ -35,7 +35,7 @@ class Block:
 
     def options(self) -> dict[str, int]:
         """Triton's launch options."""
-        stages = 2 if torch.version.hip else self.stages  # LDS holds less
+        stages = 2 if torch.version.hip else self.stages  # AMD's LDS has room for fewer
         return {"num_warps": self.warps, "num_stages": stages}
 
 
@@ -64,7 +64,7 @@ INT8 = Blocks(
 def leave(  # type: ignore[no-untyped-def]
     total, bias, y, parts, tokens, rows, m, n, split, BIAS: tl.constexpr, CUT: tl.constexpr
 ):
-    """Write a program's sums [rows, tokens] to y, or to its split's part of `parts`."""
+    """Store a program's sums [rows, tokens] in y, or in its split's part of `parts`."""
     inside = (rows < n)[:, None] & (tokens < m)[None, :]
     place = tokens.to(tl.int64)[None, :] * n + rows[:, None]
     if not CUT:
@@ -93,30 +93,30 @@ def _gemm(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     overlap(DEPENDENT)
     split, across = tl.program_id(1), tl.cdiv(m, TOKENS)
-    tokens = tl.program_id(0) % across * TOKENS + tl.arange(0, TOKENS)  # those that share rows run together
+    tokens = tl.program_id(0) % across * TOKENS + tl.arange(0, TOKENS)  # programs that share weight rows run together
     rows = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    held = tl.minimum(rows, n - 1)
+    clamped = tl.minimum(rows, n - 1)
     x_rows = x + tl.minimum(tokens, m - 1).to(tl.int64)[None, :] * x_stride
-    w_rows = w + held[:, None] * k
-    u_rows = w + (held + n)[:, None] * k  # rows of up, which the gate multiplies
+    w_rows = w + clamped[:, None] * k
+    u_rows = w + (clamped + n)[:, None] * k  # the rows of up, whose product the activated gate multiplies
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     other = tl.zeros([ROWS, TOKENS], tl.float32)
     for start in tl.range(split * run, tl.minimum((split + 1) * run, k), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         weights = _some(w_rows + columns[None, :], columns, k, EVEN, True)
-        given = _some(x_rows + columns[:, None], columns, k, EVEN, False)
-        total = tl.dot(weights.to(x.dtype.element_ty), given, total)
+        x_tile = _some(x_rows + columns[:, None], columns, k, EVEN, False)
+        total = tl.dot(weights.to(x.dtype.element_ty), x_tile, total)
         if GATE:
             others = _some(u_rows + columns[None, :], columns, k, EVEN, True)
-            other = tl.dot(others.to(x.dtype.element_ty), given, other)
+            other = tl.dot(others.to(x.dtype.element_ty), x_tile, other)
     if SCALED:
-        total = total * tl.load(scale + held).to(tl.float32)[:, None]
-    if GATE:  # rounded where products by themselves would be
+        total = total * tl.load(scale + clamped).to(tl.float32)[:, None]
+    if GATE:  # gate and up are each rounded to y's dtype first, as two linear layers would round them
         if SCALED:
-            other = other * tl.load(scale + n + held).to(tl.float32)[:, None]
+            other = other * tl.load(scale + n + clamped).to(tl.float32)[:, None]
         if BIAS:
-            total += tl.load(bias + held).to(tl.float32)[:, None]
-            other += tl.load(bias + n + held).to(tl.float32)[:, None]
+            total += tl.load(bias + clamped).to(tl.float32)[:, None]
+            other += tl.load(bias + n + clamped).to(tl.float32)[:, None]
         gate = total.to(y.dtype.element_ty).to(tl.float32)
         opened = (gate / (1.0 + tl.exp(-gate))).to(y.dtype.element_ty).to(tl.float32)
         total = opened * other.to(y.dtype.element_ty).to(tl.float32)
@@ -146,7 +146,8 @@ Launch = Callable[[Block, int, int, Tensor, Tensor], None]
 def in_runs(
     x: Tensor, y: Tensor, bias: Tensor | None, blocks: Blocks, launch_gemm: Launch, *, one_run: bool = False
 ) -> None:
-    """y[M, N] of x[M, K] by product(block, run, splits, y, parts); K is split where blocks are few, unless `whole`."""
+    """y[M, N] of x[M, K] by launch_gemm(block, run, splits, y, parts). K is split where blocks are few, unless one_run:
+    then a block computes its sums over the whole of K."""
     (m, k), n = x.shape, y.shape[1]
     block = next((one for one in blocks.of if one.tokens >= m), blocks.of[-1])
     programs = cdiv(m, block.tokens) * cdiv(n, block.rows)

@@ -44,10 +44,10 @@ def _value(  # type: ignore[no-untyped-def]
     y = c.to(tl.float32)
     if D > 0:
         if D == 1:
-            beside = tl.load(d + ns, mask=ns < n, other=0).to(tl.float32) + tl.zeros_like(y)
+            addend = tl.load(d + ns, mask=ns < n, other=0).to(tl.float32) + tl.zeros_like(y)
         else:
-            beside = tl.load(d + ms.to(tl.int64) * d_row + ns, mask=inside, other=0).to(tl.float32)
-        y = tl.fma(y, tl.zeros_like(y) + factor, beta * beside)
+            addend = tl.load(d + ms.to(tl.int64) * d_row + ns, mask=inside, other=0).to(tl.float32)
+        y = tl.fma(y, tl.zeros_like(y) + factor, beta * addend)
     else:
         y = y * factor
     if CODE >= 0:
@@ -179,14 +179,14 @@ def _opened(  # type: ignore[no-untyped-def]
     gate, up, e, row_scale, column_scale, bias, ms, ns, m, n, BIAS: tl.constexpr, CODE: tl.constexpr
 ):
     """activation(gate) * up of sums, with their scales and bias, each rounded to E's dtype as by itself."""
-    held = tl.minimum(ns, n - 1)
+    clamped = tl.minimum(ns, n - 1)
     dtype: tl.constexpr = e.dtype.element_ty
     rows = tl.load(row_scale + tl.minimum(ms, m - 1))[:, None]
-    opened = gate.to(tl.float32) * (rows * tl.load(column_scale + held)[None, :])
-    other = up.to(tl.float32) * (rows * tl.load(column_scale + n + held)[None, :])
+    opened = gate.to(tl.float32) * (rows * tl.load(column_scale + clamped)[None, :])
+    other = up.to(tl.float32) * (rows * tl.load(column_scale + n + clamped)[None, :])
     if BIAS:
-        opened += tl.load(bias + held).to(tl.float32)[None, :]
-        other += tl.load(bias + n + held).to(tl.float32)[None, :]
+        opened += tl.load(bias + clamped).to(tl.float32)[None, :]
+        other += tl.load(bias + n + clamped).to(tl.float32)[None, :]
     opened = _activated(opened.to(dtype).to(tl.float32), CODE).to(dtype).to(tl.float32)
     return (opened * other.to(dtype).to(tl.float32)).to(dtype)
 

@@ -1,9 +1,9 @@
-"""Experts for many tokens: tokens sorted by expert, and products of tiles of one expert each; ops/experts/experts.py.
+"""Experts for many tokens: tokens sorted by expert, then GEMM tiles of one expert each; see ops/experts/experts.py.
 
 Nothing waits for the host: there are as many programs as the tokens could need, and a program finds its expert by the
 number of tiles before it. Weights are dequantised in registers and rounded to x's dtype, as in the reference. Where
-they lie in tiles of the HIP kernels, activations are brought into the order of a tile's nibbles: x beforehand, what
-gate and up make as it is stored.
+they lie in tiles of the HIP kernels, activations are reordered as the nibbles of a tile are: x before the launch, the
+output of gate and up when it is stored.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ def _tile_of(ends, counts, tile, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):  
 
 
 @triton.jit
-def _value(words, factor, beside, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
+def _value(words, scales, minimum, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
     """The weights in the lowest nibble of each word, float32."""
     if OFFSET >= 2:
-        return _of_e2m1(words) * 16384.0 * factor
+        return _of_e2m1(words) * 16384.0 * scales
     code = ((words & 15) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-    return code * factor + beside if OFFSET == 1 else (code - 8.0) * factor
+    return code * scales + minimum if OFFSET == 1 else (code - 8.0) * scales
 
 
 @triton.jit
-def _two(words, FIRST: tl.constexpr, SECOND: tl.constexpr, factor, beside, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The weights in two nibbles of each word, beside each other."""
-    first = _value(words >> (4 * FIRST), factor, beside, OFFSET)
-    return tl.join(first, _value(words >> (4 * SECOND), factor, beside, OFFSET))
+def _two(words, FIRST: tl.constexpr, SECOND: tl.constexpr, scales, minimum, OFFSET: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The weights in two nibbles of each word, [..., 2]."""
+    first = _value(words >> (4 * FIRST), scales, minimum, OFFSET)
+    return tl.join(first, _value(words >> (4 * SECOND), scales, minimum, OFFSET))
 
 
 @triton.jit
@@ -83,17 +83,17 @@ def _codes(  # type: ignore[no-untyped-def]
         words = tl.load(w + row[:, None] * (blocks * 16) + block * 16 + word[None, :], mask=inside[:, None], other=0)
         for part in tl.static_range(PARTS):
             group = tl.minimum(block * PARTS + part if GROUP < 128 else block * 128 // GROUP, groups - 1)
-            factor = _factor(scale + row * groups + group, inside, OFFSET)[:, None]
+            scales = _factor(scale + row * groups + group, inside, OFFSET)[:, None]
             if OFFSET == 3:
-                factor = factor * tl.load(offset + row, mask=inside, other=0.0).to(tl.float32)[:, None]
-            beside = factor
+                scales = scales * tl.load(offset + row, mask=inside, other=0.0).to(tl.float32)[:, None]
+            minimum = scales
             if OFFSET == 1:
-                beside = tl.load(offset + row * groups + group, mask=inside, other=0.0).to(tl.float32)[:, None]
+                minimum = tl.load(offset + row * groups + group, mask=inside, other=0.0).to(tl.float32)[:, None]
             for one in tl.static_range(8 // PARTS):
                 column = block * 128 + 16 * (part * (8 // PARTS) + one) + word
-                given = tl.load(x[None, :] + column[:, None], mask=here[None, :] & (column < k)[:, None], other=0.0)
-                value = _value(words >> (4 * (part * (8 // PARTS) + one)), factor, beside, OFFSET).to(given.dtype)
-                total = tl.dot(value, given, total, input_precision=PRECISION)
+                x_tile = tl.load(x[None, :] + column[:, None], mask=here[None, :] & (column < k)[:, None], other=0.0)
+                value = _value(words >> (4 * (part * (8 // PARTS) + one)), scales, minimum, OFFSET).to(x_tile.dtype)
+                total = tl.dot(value, x_tile, total, input_precision=PRECISION)
     return total
 
 
@@ -104,7 +104,7 @@ def _tile_codes(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """As _codes, in tiles; row: of the tiles. Values of x lie in the order of a tile's nibbles.
 
-    A word has values of one group, and those of a row stand for a part of a tile's 32 values each.
+    A word has values of one group; the 16 words of a row have 128 values, in PARTS groups.
     """
     blocks = tl.cdiv(k, 128)
     PARTS: tl.constexpr = 128 // GROUP if GROUP < 128 else 1
@@ -113,20 +113,21 @@ def _tile_codes(  # type: ignore[no-untyped-def]
     part = word % 4 * PARTS // 4
     for block in range(blocks):
         first = (tile * blocks + block) * 256 + r * 16
-        words = tl.load(w + first[:, None] + word[None, :], mask=inside[:, None], other=0) ^ -2004318072  # 8 off each
+        # Tiles store the top bit of each nibble inverted.
+        words = tl.load(w + first[:, None] + word[None, :], mask=inside[:, None], other=0) ^ -2004318072
         at = (tile * (groups // PARTS) + (block if GROUP < 128 else block * 128 // GROUP)) * 8 + r % 8
         places = (at * (2 * PARTS) + r // 8)[:, None]
         if PARTS > 1:
             places = places + 2 * part[None, :]
-        factor = _factor(scale + places, inside[:, None], OFFSET)
-        beside = factor
+        scales = _factor(scale + places, inside[:, None], OFFSET)
+        minimum = scales
         if OFFSET == 1:
-            beside = tl.load(offset + places, mask=inside[:, None], other=0.0).to(tl.float32)
-        given = tl.load(x[None, :] + (block * 128 + column)[:, None], mask=here[None, :], other=0.0)
-        even = tl.join(_two(words, 0, 4, factor, beside, OFFSET), _two(words, 2, 6, factor, beside, OFFSET))
-        odd = tl.join(_two(words, 1, 5, factor, beside, OFFSET), _two(words, 3, 7, factor, beside, OFFSET))
-        values = tl.join(even, odd).to(given.dtype).reshape(row.shape[0], 128)
-        total = tl.dot(values, given, total, input_precision=PRECISION)
+            minimum = tl.load(offset + places, mask=inside[:, None], other=0.0).to(tl.float32)
+        x_tile = tl.load(x[None, :] + (block * 128 + column)[:, None], mask=here[None, :], other=0.0)
+        even = tl.join(_two(words, 0, 4, scales, minimum, OFFSET), _two(words, 2, 6, scales, minimum, OFFSET))
+        odd = tl.join(_two(words, 1, 5, scales, minimum, OFFSET), _two(words, 3, 7, scales, minimum, OFFSET))
+        values = tl.join(even, odd).to(x_tile.dtype).reshape(row.shape[0], 128)
+        total = tl.dot(values, x_tile, total, input_precision=PRECISION)
     return total
 
 
@@ -152,13 +153,13 @@ def _sums(  # type: ignore[no-untyped-def]
         return _codes(w, scale, offset, x, row, inside, here, k, groups, total, OFFSET, GROUP, PRECISION)
     for start in range(0, k, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        given = tl.load(x[None, :] + column[:, None], mask=here[None, :] & (column < k)[:, None], other=0.0)
+        x_tile = tl.load(x[None, :] + column[:, None], mask=here[None, :] & (column < k)[:, None], other=0.0)
         there = inside[:, None] & (column < k)[None, :]
         values = tl.load(w + row[:, None] * k + column[None, :], mask=there, other=0)
-        if KIND == 3:  # columns are a part of the 128 that share a scale
-            factor = tl.load(scale + row * groups + start // 128, mask=inside, other=0.0)
-            values = _of_e4m3(values.to(tl.int32)) * factor[:, None]
-        total = tl.dot(values.to(given.dtype), given, total, input_precision=PRECISION)
+        if KIND == 3:  # COLUMNS divides the 128 values that share a scale
+            scales = tl.load(scale + row * groups + start // 128, mask=inside, other=0.0)
+            values = _of_e4m3(values.to(tl.int32)) * scales[:, None]
+        total = tl.dot(values.to(x_tile.dtype), x_tile, total, input_precision=PRECISION)
     if KIND == 1:
         total *= tl.load(scale + row, mask=inside, other=0.0).to(tl.float32)[:, None]
     return total
@@ -176,7 +177,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
         place = start + tl.arange(0, TOKENS)
         here = place < end
         token = tl.load(order + place, mask=here, other=0) // chosen
-        # 8 gates lie before their 8 ups, in tiles as in the sums
+        # 8 rows of gate come before their 8 rows of up, in tiles and in the sums.
         local = tl.arange(0, ROWS)
         row, of_up = tl.program_id(0) // tiles * (ROWS // 2) + local // 16 * 8 + local % 8, local // 8 % 2
         inside = row < inner
@@ -235,9 +236,9 @@ def sorted_pairs(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """(pairs by their experts int64[T k], the end of each expert's int32[E]); ids out of range come last."""
     flat = ids.reshape(-1)
     flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
-    held, order = torch.sort(flat, stable=True)
-    numbers = torch.arange(experts, device=ids.device, dtype=held.dtype)
-    return order, torch.searchsorted(held, numbers, right=True, out_int32=True)
+    sorted_ids, order = torch.sort(flat, stable=True)
+    numbers = torch.arange(experts, device=ids.device, dtype=sorted_ids.dtype)
+    return order, torch.searchsorted(sorted_ids, numbers, right=True, out_int32=True)
 
 
 def grouped(
@@ -251,9 +252,9 @@ def grouped(
     x = in_tile_order(x) if up.tiled else x.contiguous()
     order, ends = sorted_pairs(ids, number)
     wide = x.dtype == torch.float32
-    held = tiles_of(probe(x.device), up.tiled)
+    tile_sizes = tiles_of(probe(x.device), up.tiled)
     least = pairs * (2 if up.tiled else 1)
-    tile = WIDE if wide else next((one for one in held if one.tokens * number >= least), held[-1])
+    tile = WIDE if wide else next((one for one in tile_sizes if one.tokens * number >= least), tile_sizes[-1])
     tiles = min(pairs, cdiv(pairs, tile.tokens) + number)
     h, parts = x.new_empty((pairs, inner)), x.new_zeros((pairs, width))
     shared: dict[str, Any] = {
@@ -275,7 +276,7 @@ def grouped(
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:
-    """As the operation: few tokens each for itself, many together."""
+    """As the operation: few tokens one by one, many grouped by expert."""
     up, down, gate, residual = Stack(*given[:4]), Stack(*given[4:8]), given[8:11], given[11]
     if up.tiled or not few(ids.numel(), len(up.w)):
         y = grouped(x, ids, weights, up, down, *gate)

@@ -106,21 +106,21 @@ def _linear(x: Tensor, weight: Codes, bias: Tensor | None, columns: int, part: s
     tile = next(one for one in TILES[bits] if one.tokens >= min(m, TILES[bits][-1].tokens))
     with on(x):
         ordered, sums = _ordered(flat, bits, kind in SUMMED, overlapped, options)
-        given, tma = _given(ordered, tile)
+        x_tiled, tma = _x_argument(ordered, tile)
         programs = cdiv(m, tile.tokens) * cdiv(n, tile.rows)
         run = cdiv(steps, max(1, min(tile.programs * processors(x.device) // programs, steps // LEAST_STEPS, 8)))
         run = cdiv(run, tile.pair) * tile.pair
         splits = cdiv(steps, run)
         parts = y if splits == 1 else y.new_empty((splits, m, columns), dtype=torch.float32)
-        beside = y if bias is None else bias
+        bias_or_y = y if bias is None else bias
         kernels.product[(programs, splits)](
-            given, ordered, sums, w, scale, scale if offset is None else offset, beside, y, parts, m, n, columns,
+            x_tiled, ordered, sums, w, scale, scale if offset is None else offset, bias_or_y, y, parts, m, n, columns,
             k // 2, run, steps, sets, shift, bits, KINDS[kind], PARTS.index(part), scales, bias is not None, splits > 1,
             tma, x.is_cuda, overlapped, tile.tokens, tile.rows, tile.pair, **tile.options(), **options,
         )  # fmt: skip
         if splits > 1:
             _add_up[(cdiv(m * columns, 1024),)](
-                parts, beside, y, m * columns, columns, splits, bias is not None, overlapped, 1024, **options
+                parts, bias_or_y, y, m * columns, columns, splits, bias is not None, overlapped, 1024, **options
             )
     return y.view(*x.shape[:-1], columns)
 
@@ -136,7 +136,7 @@ def _ordered(flat: Tensor, bits: int, summed: bool, overlapped: bool, options: d
     return out, sums
 
 
-def _given(ordered: Tensor, tile: Tile) -> tuple[Any, bool]:
+def _x_argument(ordered: Tensor, tile: Tile) -> tuple[Any, bool]:
     """x as the kernel takes it, and whether that is a descriptor of tiles, for Hopper's TMA."""
     if not (tile.tma and DESCRIPTORS and ordered.is_cuda):
         return ordered, False

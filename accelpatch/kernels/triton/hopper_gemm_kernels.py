@@ -1,10 +1,11 @@
 """GEMMs of some rows of x with int8, e4m3 and int4 weights on Hopper's matrix unit: the kernels of hopper_gemm.py.
 
-The weight's rows are the M dimension of wgmma, whose left operand lies in registers: a program loads codes as int16,
-makes floats of code - 8 (or of int8's value) of them, two in an instruction, and multiplies them as they lie. In their
-order of K, which is that of bits in a word, x was written first (`spread`); it comes by TMA. A scale multiplies sums
-of its 128 values in float32, not each weight, and what is added to each weight of a group multiplies the sum of the
-group's x. K is split where there are too few blocks for the GPU, and a second kernel adds the splits in a fixed order.
+The weight's rows are the M dimension of wgmma, whose left operand lies in registers: a program loads codes as int16
+and converts them to floats of code - 8 (or of int8's value), two in an instruction, without reordering them. Their
+order along K is that of the bits in a word; `spread` brings x into the same order beforehand, and TMA loads it. A scale
+multiplies the sum of its 128 products in float32, not each weight, and what is added to each weight of a group (its
+offset) multiplies the sum of the group's x. K is split where there are too few blocks for the GPU, and a second kernel
+adds the splits in a fixed order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from accelpatch.kernels.triton.dependent_launch import overlap
 from accelpatch.kernels.triton.dequantize import _of_e4m3
 from accelpatch.kernels.triton.hopper_gemm_values import finish, places
 
-#: 0x4300 and a code of 4 bits, whose top bit is turned over, are 128 + code in bfloat16; 0x6400, 1024 + code in float16
+#: 0x4300 | code, of a 4-bit code with its top bit inverted, is 128 + code in bfloat16; 0x6400, 1024 + code in float16
 _FOUR = tl.constexpr("""{
     .reg .b32 a, b, c, d, e, f, g, h;
     mov.b32 h, 0x43084308;
@@ -33,7 +34,7 @@ _FOUR = tl.constexpr("""{
     sub.bf16x2 $3, g, h;
 }""")
 _FOUR_HALF = tl.constexpr(_FOUR.value.replace("bf16", "f16").replace("0x4308", "0x6408").replace("4308;", "6408;"))
-#: 7 bits and 128, less 128 or, where the sign is set, 256
+#: 128 + the lowest 7 bits, less 128 or, where the sign is set, 256
 _EIGHT = tl.constexpr("""{
     .reg .b32 a, b, c, d, e, h;
     mov.b32 h, 0x43004300;
@@ -54,7 +55,7 @@ _EIGHT_HALF = tl.constexpr("""{
     sub.f16x2 $0, b, h;
     sub.f16x2 $1, c, h;
 }""")
-#: e4m3, by way of float16, which has all its values: the even bytes first
+#: e4m3 is converted by way of float16, which has all its values; the even bytes come first
 _E4M3_HALF = tl.constexpr("""{
     .reg .b32 a;
     .reg .b16 l, h;
@@ -88,7 +89,7 @@ AHEAD = tl.constexpr(8)  # steps that a scale is in L2 before it is multiplied
 
 @triton.jit
 def _column(place, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The column of x, of the 128 of a step, that meets each place of a step's weights."""
+    """The column of x, of the 128 of a step, that is multiplied by the weight at each place of the step."""
     if BITS == 8:
         column = place % 64 * 2 + place // 64
     else:
@@ -116,8 +117,8 @@ def spread(  # type: ignore[no-untyped-def]
     step = tl.program_id(1) * STEPS + tl.arange(0, STEPS)
     columns = step[:, None] * 128 + _column(place, BITS)[None, :]
     values = tl.load(x + row * x_stride + columns, mask=columns < k, other=0.0)
-    held = (step < steps)[:, None] & (place >= 0)[None, :]
-    tl.store(out + (row * steps + step[:, None]) * 128 + place[None, :], values, mask=held)
+    inside = (step < steps)[:, None] & (place >= 0)[None, :]
+    tl.store(out + (row * steps + step[:, None]) * 128 + place[None, :], values, mask=inside)
     if SUMS:
         tl.store(sums + step * tl.num_programs(0) + row, tl.sum(values.to(tl.float32), 1), mask=step < steps)
 
@@ -176,8 +177,8 @@ def _weights(w, FLOAT: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, ASM
 
 
 @triton.jit
-def _later(pointers, ASM: tl.constexpr, WANTED: tl.constexpr = True):  # type: ignore[no-untyped-def]
-    """Load 32 bits, or nothing. ASM: at this place; else the compiler moves it behind the products."""
+def _load(pointers, ASM: tl.constexpr, WANTED: tl.constexpr = True):  # type: ignore[no-untyped-def]
+    """Load 32 bits where WANTED, else give 0. ASM: the load stays here, where the compiler would move it down."""
     if not WANTED:
         found = 0
     elif ASM:
@@ -190,8 +191,8 @@ def _later(pointers, ASM: tl.constexpr, WANTED: tl.constexpr = True):  # type: i
 
 
 @triton.jit
-def _ask(pointers):  # type: ignore[no-untyped-def]
-    """Ask for lines of memory in L2."""
+def _prefetch_lines(pointers):  # type: ignore[no-untyped-def]
+    """Prefetch lines of memory into L2."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, False, 1
     )
@@ -199,43 +200,44 @@ def _ask(pointers):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _prefetch(scales, offsets, place, S_STEP: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Ask for scales, and for what lies beside them."""
+    """Prefetch scales, and offsets where KIND has them, into L2."""
     if ASM:
-        _ask(scales + place * S_STEP)
+        _prefetch_lines(scales + place * S_STEP)
         if KIND == 1 or KIND == 2:
-            _ask(offsets + place * (2 * S_STEP))
+            _prefetch_lines(offsets + place * (2 * S_STEP))
 
 
 @triton.jit
 def _scales(scale, at, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Addresses of rows' first scales, of 4 bits as pairs of rows r and r + 8; the bits of a pair before a row's."""
+    """Addresses of the rows' first scales, and how far to shift what lies there. BITS 4: a word has the scales of rows
+    r and r + 8."""
     return scale.to(tl.pointer_type(tl.int32)) + at // 2 if BITS == 4 else scale + at, (at % 2 * 16).to(tl.int32)
 
 
 @triton.jit
-def _factor(held, upper, FLOAT: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scales, float32; of 4 bits from pairs of 16 bits."""
+def _factor(pairs, upper, FLOAT: tl.constexpr, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scales, float32. BITS 4: pairs of two 16-bit scales in a word, of which `upper` says how far to shift."""
     if BITS == 4:
-        held = (held >> upper).to(tl.int16).to(FLOAT, bitcast=True)
-    return held.to(tl.float32)
+        pairs = (pairs >> upper).to(tl.int16).to(FLOAT, bitcast=True)
+    return pairs.to(tl.float32)
 
 
 @triton.jit
 def _added(scale, offset, place, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What is added to each weight of a group, beside (code - 8) * scale."""
-    factor, beside = tl.load(scale + place).to(tl.float32), tl.load(offset + place).to(tl.float32)
-    return (8.0 - beside) * factor if KIND == 1 else 8.0 * factor + beside
+    """The part of each weight of a group that (code - 8) * scale leaves out, float32."""
+    scales, offsets = tl.load(scale + place).to(tl.float32), tl.load(offset + place).to(tl.float32)
+    return (8.0 - offsets) * scales if KIND == 1 else 8.0 * scales + offsets
 
 
 @triton.jit
 def _multiplied(  # type: ignore[no-untyped-def]
-    total, x, x_rows, w_rows, first, step, factor,
+    total, x, x_rows, w_rows, first, step, scales,
     BITS: tl.constexpr, KIND: tl.constexpr, TMA: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """total + a step's products times the rows' scales. w_rows: the step's codes."""
-    given = tl.trans(x.load([first, step * 128])) if TMA else tl.load(x_rows + step * 128)
-    found = tl.dot(_weights(tl.load(w_rows), given.dtype, BITS, KIND, ASM), given)
-    return total + found * factor[:, None]
+    """total + the dot products of a step times the rows' scales. w_rows: addresses of the step's codes."""
+    x_tile = tl.trans(x.load([first, step * 128])) if TMA else tl.load(x_rows + step * 128)
+    sums = tl.dot(_weights(tl.load(w_rows), x_tile.dtype, BITS, KIND, ASM), x_tile)
+    return total + sums * scales[:, None]
 
 
 @triton.jit
@@ -243,10 +245,10 @@ def _with_sums(total, sums, scale, offset, at, begin, end, m, token, shift, KIND
     """total + what is added to each weight of a group, times the sum of the group's x."""
     if KIND == 1 or KIND == 2:
         for start in tl.range(begin, end, 16, num_stages=1):
-            of = start + tl.arange(0, 16)
-            place = at[:, None] + (tl.minimum(of, end - 1) >> shift)[None, :] * 16
-            given = tl.load(sums + of[:, None] * m + token[None, :], mask=(of < end)[:, None], other=0.0)
-            total = tl.dot(_added(scale, offset, place, KIND), given, total, input_precision="tf32x3")
+            step = start + tl.arange(0, 16)
+            place = at[:, None] + (tl.minimum(step, end - 1) >> shift)[None, :] * 16
+            group_sums = tl.load(sums + step[:, None] * m + token[None, :], mask=(step < end)[:, None], other=0.0)
+            total = tl.dot(_added(scale, offset, place, KIND), group_sums, total, input_precision="tf32x3")
     return total
 
 
@@ -258,7 +260,7 @@ def product(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     split, across = tl.program_id(1), tl.cdiv(m, TOKENS)
-    first = tl.program_id(0) % across * TOKENS  # those that share rows run together
+    first = tl.program_id(0) % across * TOKENS  # programs that share weight rows run together
     token = tl.minimum(first + tl.arange(0, TOKENS), m - 1)
     start = (tl.program_id(0) // across).to(tl.int64) * ROWS
     codes, at = places(w, start + tl.arange(0, ROWS), n, w_row, steps, sets, BITS)
@@ -269,23 +271,23 @@ def product(  # type: ignore[no-untyped-def]
     x_rows = x if TMA else x + token.to(tl.int64)[None, :] * (steps * 128) + tl.arange(0, 128)[:, None]
     begin, end = split * run, tl.minimum((split + 1) * run, steps)
     overlap(DEPENDENT)
-    total, one = tl.zeros([ROWS, TOKENS], tl.float32), tl.load(scales + (begin >> shift) * S_STEP)
-    two = tl.load(scales + (tl.minimum(begin + 1, end - 1) >> shift) * S_STEP)
+    total, current = tl.zeros([ROWS, TOKENS], tl.float32), tl.load(scales + (begin >> shift) * S_STEP)
+    second = tl.load(scales + (tl.minimum(begin + 1, end - 1) >> shift) * S_STEP)
     for step in tl.range(begin, end, PAIR):
-        if SCALES:  # those of the next steps are on their way while these multiply
-            three = _later(scales + (tl.minimum(step + PAIR, end - 1) >> shift) * S_STEP, ASM and BITS == 4)
-            four = _later(scales + (tl.minimum(step + 3, end - 1) >> shift) * S_STEP, ASM and BITS == 4, PAIR == 2)
+        if SCALES:  # the next steps' scales are loaded while these steps multiply
+            soon = _load(scales + (tl.minimum(step + PAIR, end - 1) >> shift) * S_STEP, ASM and BITS == 4)
+            later = _load(scales + (tl.minimum(step + 3, end - 1) >> shift) * S_STEP, ASM and BITS == 4, PAIR == 2)
             _prefetch(scales, offset + at, tl.minimum(step + AHEAD, end - 1) >> shift, S_STEP, KIND, ASM)
-        factor = _factor(one, upper, scale.dtype.element_ty, BITS)
-        total = _multiplied(total, x, x_rows, w_rows + step * W_STEP, first, step, factor, BITS, KIND, TMA, ASM)
+        factors = _factor(current, upper, scale.dtype.element_ty, BITS)
+        total = _multiplied(total, x, x_rows, w_rows + step * W_STEP, first, step, factors, BITS, KIND, TMA, ASM)
         if PAIR == 2:
             last = tl.minimum(step + 1, end - 1)
-            factor = tl.where(step + 1 < end, _factor(two, upper, scale.dtype.element_ty, BITS), 0.0)
-            total = _multiplied(total, x, x_rows, w_rows + last * W_STEP, first, last, factor, BITS, KIND, TMA, ASM)
+            factors = tl.where(step + 1 < end, _factor(second, upper, scale.dtype.element_ty, BITS), 0.0)
+            total = _multiplied(total, x, x_rows, w_rows + last * W_STEP, first, last, factors, BITS, KIND, TMA, ASM)
         if SCALES:
-            one = three
+            current = soon
             if PAIR == 2:
-                two = four
+                second = later
     total = _with_sums(total, sums, scale, offset, at, begin, end, m, token, shift, KIND)
     finish(total, plain, w, scale, offset, bias, y, parts, m, n, columns, w_row, begin, end, steps, sets, shift, first,
            start, split, ROWS, TOKENS, BITS, KIND, PART, BIAS, CUT)  # fmt: skip

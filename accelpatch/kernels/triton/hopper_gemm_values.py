@@ -1,8 +1,8 @@
-"""Sums of hopper_gemm_kernels.py that are not finite, once more: by the values of the weight, one after the other.
+"""Recomputes the sums of hopper_gemm_kernels.py that are not finite, from the dequantised weights one after another.
 
-There the products are those of codes, and what a code is less its value comes behind them: infinite activations meet
-codes of zero, whose weights are none, and large ones leave float32 before a small scale is applied. What is infinite,
-and what is NaN, is decided here.
+The fast kernel multiplies codes, and applies scales and offsets to the sums. So an infinite activation can meet a code
+of zero that stands for a weight other than zero, and large sums can overflow float32 before a small scale is applied.
+This file decides which of these results are infinite and which are NaN, as the reference has them.
 """
 
 from __future__ import annotations
@@ -21,62 +21,62 @@ def column_of(row, n, columns, PART: tl.constexpr):  # type: ignore[no-untyped-d
         second = row % 16 // 8
         column = row // 16 * 8 + row % 8
         if PART == 1:
-            found = tl.where(row < n, column + second * (n // 2), columns)
+            result = tl.where(row < n, column + second * (n // 2), columns)
         else:
-            found = tl.where((row < n) & (second == PART - 2), column, columns)
+            result = tl.where((row < n) & (second == PART - 2), column, columns)
     else:
-        found = row
-    return found
+        result = row
+    return result
 
 
 @triton.jit
 def places(w, rows, n, w_row, steps, sets, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of rows, or the last one there is: addresses of their first codes, and places of their first scales."""
+    """Addresses of the rows' first codes, and indices of their first scales; rows beyond the last read the last."""
     if BITS == 4:
-        held = tl.minimum(rows, (n + 15) // 16 * 16 - 1)
-        first = w + held // 16 * steps * 512 + held % 16 * 32
-        at = (held // 16 * sets * 8 + held % 8) * 2 + held % 16 // 8
+        clamped = tl.minimum(rows, (n + 15) // 16 * 16 - 1)
+        first = w + clamped // 16 * steps * 512 + clamped % 16 * 32
+        at = (clamped // 16 * sets * 8 + clamped % 8) * 2 + clamped % 16 // 8
     else:
-        held = tl.minimum(rows, n - 1)
-        first = w + held * w_row
-        at = held * sets
+        clamped = tl.minimum(rows, n - 1)
+        first = w + clamped * w_row
+        at = clamped * sets
     return first, at
 
 
 @triton.jit
 def _code(first, step, place, BITS: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What lies at a place of a step (in the order of `spread`), of all rows, float32: a value of 8 bits or 0 to 15."""
+    """The code of each row at a place of a step, in the order of `spread`, float32: a value of 8 bits, or 0 to 15."""
     if BITS == 8:
         column = place % 64 * 2 + place // 64
-        held = tl.load(first + step * 64 + column // 2) >> (column % 2 * 8)
-        found = _of_e4m3(held.to(tl.int32)) if KIND == 3 else held.to(tl.int8, bitcast=False)
+        byte = tl.load(first + step * 64 + column // 2) >> (column % 2 * 8)
+        code = _of_e4m3(byte.to(tl.int32)) if KIND == 3 else byte.to(tl.int8, bitcast=False)
     else:
-        even = place // 32
-        found = ((tl.load(first + step * 512 + place % 32 // 2 * 2 + place % 2) >> (even * 4)) & 15) ^ 8
-    return found.to(tl.float32)
+        nibble = place // 32
+        code = ((tl.load(first + step * 512 + place % 32 // 2 * 2 + place % 2) >> (nibble * 4)) & 15) ^ 8
+    return code.to(tl.float32)
 
 
 @triton.jit
 def _sum(  # type: ignore[no-untyped-def]
     x_rows, first, scale, offset, at, begin, end, shift, ROWS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr
 ):
-    """[R]: of all rows the sum of x times weights, from step `begin` to `end`."""
+    """[R]: each row's dot product of x and the weights, from step `begin` to `end`."""
     SET: tl.constexpr = 16 if BITS == 4 else 1
-    found = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     for step in tl.range(begin, end, num_stages=1):
-        of = at + (step >> shift) * SET
-        factor = tl.load(scale + of).to(tl.float32)
-        beside = tl.load(offset + of).to(tl.float32) if KIND == 1 or KIND == 2 else factor
+        set_at = at + (step >> shift) * SET
+        scales = tl.load(scale + set_at).to(tl.float32)
+        offsets = tl.load(offset + set_at).to(tl.float32) if KIND == 1 or KIND == 2 else scales
         for place in tl.range(0, 128, num_stages=1):
             value = _code(first, step, place, BITS, KIND)
             if KIND == 2:
-                value = value * factor + beside
+                value = value * scales + offsets
             elif KIND == 1:
-                value = (value - beside) * factor
+                value = (value - offsets) * scales
             else:
-                value = (value - (8.0 if BITS == 4 else 0.0)) * factor
-            found += value * tl.load(x_rows + step * 128 + place).to(tl.float32)
-    return found
+                value = (value - (8.0 if BITS == 4 else 0.0)) * scales
+            total += value * tl.load(x_rows + step * 128 + place).to(tl.float32)
+    return total
 
 
 @triton.jit
@@ -85,10 +85,10 @@ def by_values(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, PART: tl.constexpr,
     BIAS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """What `leave` has written for TOKENS tokens from `token` on and ROWS rows from `start` on, once more where it is
+    """Recompute what `leave` has written, for TOKENS tokens from `token` on and ROWS rows from `start` on, where it is
     not finite. x[M, 128 * steps] is in the order of `spread`; KIND and PART are as in hopper_gemm.py.
 
-    One token after the other, and by scalars: more at once would take registers from the products.
+    It takes one token at a time, and scalars: more at once would take registers from the fast path's products.
     """
     rows = start + tl.arange(0, ROWS)
     codes, at = places(w, rows, n, w_row, steps, sets, BITS)
@@ -99,18 +99,18 @@ def by_values(  # type: ignore[no-untyped-def]
         inside = column < columns
         if CUT:
             place += (column * 0 + split) * m * columns
-            held = tl.load(parts + place, mask=inside, other=0.0)
+            written = tl.load(parts + place, mask=inside, other=0.0)
         else:
-            held = tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
-        finite = tl.abs(held) < float("inf")
+            written = tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
+        finite = tl.abs(written) < float("inf")
         if tl.sum(finite.to(tl.int32), 0) < ROWS:
-            found = _sum(x + of * (steps * 128), codes, scale, offset, at, begin, end, shift, ROWS, BITS, KIND)
+            recomputed = _sum(x + of * (steps * 128), codes, scale, offset, at, begin, end, shift, ROWS, BITS, KIND)
             if CUT:
-                tl.store(parts + place, found, mask=inside & (finite == 0))
+                tl.store(parts + place, recomputed, mask=inside & (finite == 0))
             else:
                 if BIAS:
-                    found += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-                tl.store(y + place, found.to(y.dtype.element_ty), mask=inside & (finite == 0))
+                    recomputed += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+                tl.store(y + place, recomputed.to(y.dtype.element_ty), mask=inside & (finite == 0))
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def finish(  # type: ignore[no-untyped-def]
     split, ROWS: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, PART: tl.constexpr,
     BIAS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Write a program's sums total[ROWS, TOKENS] as `leave` does, and those that are not finite `by_values`."""
+    """Store a program's sums total[ROWS, TOKENS] as `leave` does; those that are not finite come from `by_values`."""
     tokens, column = token + tl.arange(0, TOKENS), column_of(start + tl.arange(0, ROWS), n, columns, PART)
     zero = tl.sum(tl.sum(total - total, 1), 0)  # NaN, where a sum is not finite
     leave(total, bias, y, parts, tokens, column, m, columns, split, BIAS, CUT)

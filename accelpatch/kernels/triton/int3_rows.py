@@ -24,14 +24,14 @@ def _int3_weight_rows(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     rows, step = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     column = tl.arange(0, 128)
-    held = tl.minimum(rows, (n + 15) // 16 * 16 - 1)
-    # a value's operand of eight, its byte there, and the word that has its upper bits
+    clamped = tl.minimum(rows, (n + 15) // 16 * 16 - 1)
+    # Which of the eight operands has the value of a column, in which byte, and in which word its upper bits lie.
     e = column % 4 * 2 + column // 4 % 2
     operand, byte = column // 32 * 2 + e // 4, e % 4
     split = operand >= 6
     word = tl.where(split, operand - 6, operand // 2)
-    place = (held % 8 * 4)[:, None] + (column // 8 % 4)[None, :]
-    tile, upper = tiles + ((held // 16 * steps + step) * 768)[:, None], (held % 16 // 8)[:, None]
+    place = (clamped % 8 * 4)[:, None] + (column // 8 % 4)[None, :]
+    tile, upper = tiles + ((clamped // 16 * steps + step) * 768)[:, None], (clamped % 16 // 8)[:, None]
     third = tile + 512 + place * 8 + upper * 4 + byte[None, :]
     own = tl.where((word == 2)[None, :], third, tile + place * 16 + upper * 8 + (word * 4 + byte)[None, :])
     bits = tl.load(own).to(tl.int32)
@@ -39,18 +39,18 @@ def _int3_weight_rows(  # type: ignore[no-untyped-def]
     shifted = (bits >> tl.where(operand % 2 == 0, 5, 2)[None, :]) & 7
     joined = (bits & 3) | (((top >> (operand - 6 + tl.where(split, 0, 6))[None, :]) & 1) << 2)
     code = (tl.where(split[None, :], joined, shifted) ^ 4).to(tl.float32)
-    at = ((held // 16 * sets + (step >> shift)) * 8 + held % 8)[:, None] * (2 * GROUPS) + upper
+    at = ((clamped // 16 * sets + (step >> shift)) * 8 + clamped % 8)[:, None] * (2 * GROUPS) + upper
     at = at + (column // (128 // GROUPS) * 2)[None, :]
-    factor = tl.load(scale + at).to(tl.float32)
+    scales = tl.load(scale + at).to(tl.float32)
     if KIND == 0:
-        value = (code - 4.0) * factor
+        value = (code - 4.0) * scales
     elif KIND == 1:
-        value = (code - tl.load(offset + at).to(tl.float32)) * factor
+        value = (code - tl.load(offset + at).to(tl.float32)) * scales
     else:
-        value = code * factor + tl.load(offset + at).to(tl.float32)
+        value = code * scales + tl.load(offset + at).to(tl.float32)
     columns = step * 128 + column
     inside = (rows < n)[:, None] & (columns < k)[None, :]
-    if INTERLEAVED:  # a tile's first 8 rows are of one half, the others of the other
+    if INTERLEAVED:  # the first 8 rows of a tile are of the first half (gate), the last 8 of the second (up)
         rows = rows // 16 * 8 + rows % 8 + rows % 16 // 8 * (n // 2)
     tl.store(out + rows[:, None] * k + columns[None, :], value.to(out.dtype.element_ty), mask=inside)
 
@@ -64,9 +64,9 @@ def int3_floats(tiles: Int3Tiles) -> Floats:
 
     def floats(start: int, stop: int, out: Tensor) -> None:
         first, last = start // TILE_ROWS, -(-stop // TILE_ROWS)
-        held = (w[first:last], scale[first:last], offset[first:last])
+        tables = (w[first:last], scale[first:last], offset[first:last])
         _int3_weight_rows[(cdiv(stop - start, ROWS), steps)](
-            *held, out, stop - start, tiles.k, steps, scale.shape[1], shift, KINDS[tiles.kind], groups, ROWS,
+            *tables, out, stop - start, tiles.k, steps, scale.shape[1], shift, KINDS[tiles.kind], groups, ROWS,
             tiles.part == "both",
         )  # fmt: skip
 

@@ -44,10 +44,10 @@ def _scores(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Scores in units of log2, minus infinity for keys that are not seen. EDGE: of a tile that has such keys."""
     if EDGE or columns.shape[0] > SIZE:
-        held = tl.load(k_tile, mask=(keys < n)[None, :] & (columns < SIZE)[:, None], other=0)
+        key_tile = tl.load(k_tile, mask=(keys < n)[None, :] & (columns < SIZE)[:, None], other=0)
     else:
-        held = tl.load(k_tile)
-    s = _floats(tl.dot(queries, held, out_dtype=tl.int32), SIZE) * scale
+        key_tile = tl.load(k_tile)
+    s = _floats(tl.dot(queries, key_tile, out_dtype=tl.int32), SIZE) * scale
     if EDGE:
         there = (keys < n)[None, :]
         if CAUSAL:

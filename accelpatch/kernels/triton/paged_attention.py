@@ -43,9 +43,9 @@ def _tile(  # type: ignore[no-untyped-def]
     """The sums of values, the largest scores and the sums of exponentials, with those of one tile of keys, at k_tile
     [WIDE, BLOCK_N] and v_tile[BLOCK_N, WIDE] where there[BLOCK_N]."""
     real = tl.arange(0, tokens.shape[1]) < SIZE
-    held = tl.load(k_tile, mask=real[:, None] & there[None, :], other=0.0)
+    key_tile = tl.load(k_tile, mask=real[:, None] & there[None, :], other=0.0)
     value = tl.load(v_tile, mask=there[:, None] & real[None, :], other=0.0)
-    s = tl.dot(tokens, held, input_precision="ieee") * scale
+    s = tl.dot(tokens, key_tile, input_precision="ieee") * scale
     if CAP:  # cap tanh(x) = cap - 2 cap / (exp(2 x) + 1); scale is that of 2 x
         s = cap - 2.0 * cap / (tl.exp2(s) + 1.0)
     s = tl.where(seen & there[None, :], s, float("-inf"))

@@ -51,26 +51,26 @@ def store_row(  # type: ignore[no-untyped-def]
     form: tl.constexpr = q.dtype.element_ty
     largest: tl.constexpr = 127.0 if form == tl.int8 else 448.0 if form == tl.float8e4nv else 240.0
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # of magnitudes; those of NaN are above infinity's
-    most = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
-    finite = most < float("inf")
+    absmax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+    finite = absmax < float("inf")
     if STATIC:
         scale = tl.load(given).to(tl.float32)
-        times = tl.div_rn(1.0, scale)
+        inverse = tl.div_rn(1.0, scale)
     else:
-        large = most >= _LEAST
-        scale = tl.where(large, tl.div_rn(most, largest), 0.0)
-        times = tl.where(large, tl.div_rn(largest + tl.zeros_like(most), tl.where(large, most, 1.0)), 0.0)
+        normal = absmax >= _LEAST
+        scale = tl.where(normal, tl.div_rn(absmax, largest), 0.0)
+        inverse = tl.where(normal, tl.div_rn(largest + tl.zeros_like(absmax), tl.where(normal, absmax, 1.0)), 0.0)
     tl.store(scales + row, tl.where(finite, scale, float("nan")))
-    held = tl.where(finite, values, 0.0) * tl.where(finite, times, 0.0)
+    scaled = tl.where(finite, values, 0.0) * tl.where(finite, inverse, 0.0)
     if form == tl.int8:
         # without a given scale none is above 127 once it is rounded
-        codes = rounded(held) if STATIC else ((held + _ROUND) - _ROUND).to(tl.int8)
+        codes = rounded(scaled) if STATIC else ((scaled + _ROUND) - _ROUND).to(tl.int8)
     elif NATIVE:
-        codes = tl.where(times > 0, held, 0.0).to(form)
+        codes = tl.where(inverse > 0, scaled, 0.0).to(form)
     else:
-        held = tl.where(times > 0, tl.minimum(tl.maximum(held, -largest), largest), 0.0)
+        scaled = tl.where(inverse > 0, tl.minimum(tl.maximum(scaled, -largest), largest), 0.0)
         least: tl.constexpr = 0.001953125 if form == tl.float8e4nv else 0.0009765625
-        codes = nearest_e4m3(held, least, form == tl.float8e4nv).to(form)
+        codes = nearest_e4m3(scaled, least, form == tl.float8e4nv).to(form)
     tl.store(q + row * width + columns, codes, mask=columns < width)
 
 

@@ -74,10 +74,10 @@ def rmsnorm_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As the operation: (q, scale, s)[..., K]."""
     x = x.contiguous()
-    beside = x if residual is None else residual.contiguous()
+    residual_or_x = x if residual is None else residual.contiguous()
     total = x if residual is None else torch.empty_like(x)
     q, scales = torch.empty_like(x, dtype=form), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    _launch(x, beside, weight, q, total, eps, plus_one, add=residual is not None, scales=scales, scale=scale)
+    _launch(x, residual_or_x, weight, q, total, eps, plus_one, add=residual is not None, scales=scales, scale=scale)
     return q, scales, total
 
 

@@ -20,9 +20,9 @@ from accelpatch.kernels.layouts.int4_tiles import Tiles, places
 from accelpatch.kernels.layouts.tiling import TILE_ROWS, TILE_VALUES
 from accelpatch.kernels.triton.dequantize import (
     Floats,
-    _beside,
     _of_e2m1,
-    _rows_factor,
+    _row_factors,
+    _scales_and_offsets,
     _value,
     by_slices,
     int4_floats,
@@ -47,9 +47,9 @@ def _spread(x, out, k, x_stride, steps):  # type: ignore[no-untyped-def]
 
 
 def _pairs(bf16: bool) -> str:
-    """Instructions for the eight values of each of two words $8 and $9, codes of e2m1, times scales $10: pairs of
+    """Instructions for the eight values of each of two words $8 and $9, codes of e2m1, times scales $10, as pairs of
     16-bit floats. Exponent and fraction of a code, below its sign, are 2^-126 of it in bfloat16 and 2^-14 in float16,
-    subnormal numbers too; tiles hold the sign turned."""
+    subnormal numbers too; tiles store the sign inverted."""
     to, places, form = (6, "0x01c001c0", "bf16x2") if bf16 else (9, "0x0e000e00", "f16x2")
     lines = [".reg .b32 a, b, c, d, h;", "mov.b32 h, 0x80008000;"]
     for half, bytes_of_both in enumerate(("0x5410", "0x7632")):
@@ -72,7 +72,7 @@ _OUTPUTS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r")
 
 @triton.jit
 def _up(FLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What scales of nvfp4 are multiplied by first: a code times its scale is then 2^-8 of what the two stand for."""
+    """The factor of nvfp4's scales with which a code (`_pairs`) times its scale is 2^-8 of the weight."""
     return 2.0**6 if tl.float16 == FLOAT else 2.0**118
 
 
@@ -86,7 +86,7 @@ def _scaled(words, e: tl.constexpr, scale):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _nvfp4(words, scale, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """2^-8 of a step's words[R, 16] times their scales, [R, 128] in the order of `_spread`."""
+    """2^-8 times the values of a step's words[R, 16] times their scales, [R, 128] in the order of `_spread`."""
     if ASM and scale.dtype == tl.float16:
         a, b, c, d, e, g, h, i = tl.inline_asm_elementwise(
             _HALF_PAIRS, _OUTPUTS, [words, scale],
@@ -115,7 +115,7 @@ def _nvfp4(words, scale, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.reshape(tl.permute(all, (0, 4, 3, 2, 1)), [words.shape[0], 128])
 
 
-# whether these are multiples of 16 changes no instruction, and a kernel for each case would be compiled
+# Specialisation on multiples of 16 would change no instruction of these, and compile one kernel more for each case.
 @triton.jit(do_not_specialize=["m", "run", "steps", "sets", "shift"])
 def _int4_gemm(  # type: ignore[no-untyped-def]
     x, tiles, scale, offset, bias, y, parts, m, n, run, steps, sets, shift,
@@ -123,34 +123,37 @@ def _int4_gemm(  # type: ignore[no-untyped-def]
     BIAS: tl.constexpr, CUT: tl.constexpr, ASM: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     split, across = tl.program_id(1), tl.cdiv(m, TOKENS)
-    tokens = tl.program_id(0) % across * TOKENS + tl.arange(0, TOKENS)  # those that share rows run together
+    tokens = tl.program_id(0) % across * TOKENS + tl.arange(0, TOKENS)  # programs that share weight rows run together
     rows = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    held = tl.minimum(rows, (n + 15) // 16 * 16 - 1)
-    tile, word = held // 16, tl.arange(0, 16)
+    clamped = tl.minimum(rows, (n + 15) // 16 * 16 - 1)
+    tile, word = clamped // 16, tl.arange(0, 16)
     x_rows = x + tl.minimum(tokens, m - 1).to(tl.int64)[None, :] * (steps * 128)
     x_rows = x_rows + tl.arange(0, 128 if KIND == 6 else 16)[:, None]
-    w_rows = tiles + (tile * steps * 256 + held % 16 * 16)[:, None] + word[None, :]
-    at = ((tile * sets * 8 + held % 8) * (2 * GROUPS) + held % 16 // 8)[:, None]
+    w_rows = tiles + (tile * steps * 256 + clamped % 16 * 16)[:, None] + word[None, :]
+    at = ((tile * sets * 8 + clamped % 8) * (2 * GROUPS) + clamped % 16 // 8)[:, None]
     if GROUPS > 1:
         at = at + ((32 * (word % 4) + 8 * (word // 4)) // GROUP * 2)[None, :]
     begin, end = split * run, tl.minimum((split + 1) * run, steps)
-    row = _up(x.dtype.element_ty) if KIND == 6 else 1.0  # of nvfp4, whose rows' factors multiply the sums
-    factor, beside = _beside(scale, offset, at, word >= 8, row, begin, shift, KIND, GROUPS)
+    # The row factors of nvfp4 multiply the sums, after the loop.
+    row_factors = _up(x.dtype.element_ty) if KIND == 6 else 1.0
+    scales, offsets = _scales_and_offsets(scale, offset, at, word >= 8, row_factors, begin, shift, KIND, GROUPS)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for step in tl.range(begin, end):
-        # those of the next step are on their way while this one multiplies
-        ahead = _beside(scale, offset, at, word >= 8, row, tl.minimum(step + 1, end - 1), shift, KIND, GROUPS)
+        # The next step's scales are loaded while this step multiplies.
+        next_tables = _scales_and_offsets(
+            scale, offset, at, word >= 8, row_factors, tl.minimum(step + 1, end - 1), shift, KIND, GROUPS
+        )
         words = tl.load(w_rows + step * 256)
         if KIND == 6:
-            given = tl.load(x_rows + step * 128)
-            total = tl.dot(_nvfp4(words, factor.to(given.dtype), ASM), given, total)
+            x_tile = tl.load(x_rows + step * 128)
+            total = tl.dot(_nvfp4(words, scales.to(x_tile.dtype), ASM), x_tile, total)
         else:
             for e in tl.static_range(8):
-                value = _value(words, e, factor, beside, KIND)
+                value = _value(words, e, scales, offsets, KIND)
                 total = tl.dot(value.to(x.dtype.element_ty), tl.load(x_rows + step * 128 + e * 16), total)
-        factor, beside = ahead
+        scales, offsets = next_tables
     if KIND == 6:
-        total = total * (_rows_factor(offset, held, KIND) * 256.0)
+        total = total * (_row_factors(offset, clamped, KIND) * 256.0)
     leave(total, bias, y, parts, tokens, rows, m, n, split, BIAS, CUT)
 
 
@@ -169,7 +172,7 @@ def tiled_int4_linear(x: Tensor, *args: object) -> Tensor:
     w, scale, offset, n, k, group, kind, part = Tiles(*rest)  # type: ignore[arg-type]
     flat, words, scale = flat_rows(x), w.contiguous().view(torch.int32), scale.contiguous()
     bias = None if bias is None else bias.contiguous()
-    beside = scale if offset is None else offset.contiguous()
+    offset_or_scale = scale if offset is None else offset.contiguous()
     steps, groups, shift = places(k, group).values()
     sizes, form = (steps, scale.shape[1], shift), (KINDS[kind], TILE_VALUES // groups if groups > 1 else group, groups)
 
@@ -179,7 +182,7 @@ def tiled_int4_linear(x: Tensor, *args: object) -> Tensor:
         spread = flat.new_empty((flat.shape[0], steps * TILE_VALUES))
         _spread[(flat.shape[0], steps)](flat, spread, k, flat.stride(0), steps, num_warps=1)
         _int4_gemm[grid(flat, n, block, splits)](
-            spread, words, scale, beside, y if bias is None else bias, y, parts, flat.shape[0], n,
+            spread, words, scale, offset_or_scale, y if bias is None else bias, y, parts, flat.shape[0], n,
             run // TILE_VALUES, *sizes, *form, bias is not None, splits > 1, native, block.tokens,
             block.rows, **block.options(),
         )  # fmt: skip
@@ -203,10 +206,12 @@ def written_out(tiles: Tiles, bias: Tensor | None) -> Callable[[Tensor], Tensor]
 def _floats_of(tiles: Tiles, interleaved: bool) -> Floats:
     scale, shape = tiles.scale.contiguous(), places(tiles.k, tiles.group)
     steps, groups, shift = shape.values()
-    beside = scale if tiles.offset is None else tiles.offset.contiguous()
-    group = TILE_VALUES // groups if groups > 1 else tiles.group  # whose scales share a place
+    offset_or_scale = scale if tiles.offset is None else tiles.offset.contiguous()
+    group = TILE_VALUES // groups if groups > 1 else tiles.group  # values whose scales share 16 bits of the table
     sizes, form = (steps, scale.shape[1], shift), (KINDS[tiles.kind], group, groups)
-    return int4_floats(tiles.w.contiguous().view(torch.int32), scale, beside, tiles.k, sizes, form, interleaved)
+    return int4_floats(
+        tiles.w.contiguous().view(torch.int32), scale, offset_or_scale, tiles.k, sizes, form, interleaved
+    )
 
 
 def rows_of(tiles: Tiles) -> Rows:
@@ -217,7 +222,8 @@ def rows_of(tiles: Tiles) -> Rows:
     def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
         if tiles.part == "both" and start < half < stop and (start, stop) != (0, tiles.rows):
             return torch.cat([rows(start, half, dtype), rows(half, stop, dtype)])
-        later = tiles.part == "up" or (tiles.part == "both" and start >= half)  # of the second half's rows
+        # Whether the rows are those of the second half, up.
+        later = tiles.part == "up" or (tiles.part == "both" and start >= half)
         behind = half if tiles.part == "both" and later else 0
         first, last = (start - behind) // shared * shared, -(-(stop - behind) // shared) * shared
         if tiles.part == "all":

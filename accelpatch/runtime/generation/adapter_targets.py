@@ -1,7 +1,7 @@
 """Refuses adapters of PEFT whose `target_parameters` name packed weights.
 
-PEFT looks for them among a module's parameters. A packed weight is none, so that it would go without its adapter, and
-PEFT warns of that only where it finds no parameter at all. Weights of experts take them (modules/adapted_experts.py).
+PEFT looks for them among a module's parameters. A packed weight is no parameter, so that it would get no adapter, and
+PEFT warns only where it finds no parameter at all. Weights of experts support them (modules/adapted_experts.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from accelpatch.modules.experts import DOWN, UP
 from accelpatch.modules.packed_weight import packed_in
 from accelpatch.modules.quantized_experts import QuantizedExperts
 
-CONFIGS = "peft_config"  # the attribute of a model in which PEFT leaves its adapters' configurations
+CONFIGS = "peft_config"  # the attribute of a model in which PEFT stores its adapters' configurations
 WRAPPED = ".base_layer"
 
 
@@ -34,7 +34,7 @@ def adapter_configs() -> property:
 
     def put(self: Any, value: Any) -> None:
         if (refused := _for_packed(self, value)) is not None:
-            if CONFIGS not in vars(self):  # else others would go too
+            if CONFIGS not in vars(self):  # else other adapters would be removed too
                 _take_out(self)
             raise PatchError(refused[1])
         vars(self)[CONFIGS] = value
@@ -67,7 +67,7 @@ def _for_packed(model: nn.Module, configs: Mapping[str, Any]) -> tuple[str, str]
 
 
 def _take_out(model: nn.Module) -> None:
-    """Put what PEFT wrapped back into its places: PEFT cannot add an adapter that it has added in part."""
+    """Put the modules that PEFT has wrapped back: PEFT cannot add an adapter that it has added in part."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             inner: Any = child

@@ -92,7 +92,8 @@ def assisted(
     model: Any, runtime: CapturedRuntime | NativeRuntime, stock: Stock, given: tuple[Any, ...], synced_gpus: bool,
     streamer: Any, assistant: Any, extra: dict[str, Any], kwargs: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """Replaces the model's `_assisted_decoding`. given: as of captured_loop. extra: its arguments beside the loop's."""
+    """Replaces the model's `_assisted_decoding`. given: as of captured_loop. extra: its arguments besides the
+    loop's."""
     ids, *_, config = given
     reason = kind_why_not(model, config, assistant, extra) or ("several rows" if len(ids) > 1 else None)
     if reason is None and isinstance(runtime, NativeRuntime):

@@ -26,7 +26,7 @@ BEHIND = 16  # tokens of the text that an assistant has not seen from which on i
 def kind(config: Any, assistant: Any, extra: dict[str, Any]) -> str | None:
     """What transformers' generator would propose: `prompt lookup`, `another tokenizer`; None for other drafts.
 
-    extra: the arguments of `_assisted_decoding` beside the loop's.
+    extra: the arguments of `_assisted_decoding` besides the loop's.
     """
     if config.assistant_early_exit is not None:
         return None

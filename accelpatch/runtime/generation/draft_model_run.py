@@ -1,4 +1,4 @@
-"""A draft model beside one call of generate() over captured steps: its own step, cache and prompt.
+"""The draft model of one call of generate() over captured steps: its own step, cache and prompt.
 
 Its cache holds the tokens of the text up to a place, and draft tokens behind it. How far the text goes is known to the
 device alone while rounds with draft tokens follow each other (graphs/draft_model.py). After plain steps of the target,
@@ -29,7 +29,8 @@ PROGRAMS = 4  # sets of programs that a draft step keeps: one for each target an
 
 
 class DraftRun:
-    """Draft tokens of one call, by a step over a cache. confident: whether drafting stops at an unlikely token."""
+    """Draft tokens of one call, by a step over a cache. confidence: drafting stops at a token with a lower probability;
+    0: at none."""
 
     def __init__(self, step: DraftStep, drafts: ModelDrafts, sampler: Sampler, confidence: float):
         self.step, self.drafts, self._sampler = step, drafts, sampler

@@ -1,4 +1,4 @@
-"""Methods of a patched model that read, write or name its weights: they know the packed ones, or refuse to go on."""
+"""Methods of a patched model that read, write or name its weights: they handle packed weights, or raise."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ def naming_ties(cls: Any) -> Any:
     @functools.wraps(cls.named_parameters)
     def named_parameters(self: Any, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         """As in nn.Module; with remove_duplicate=False also the tokens of packed weights, by which PEFT and accelerate
-        find ties. torch itself puts other tensors in the place of all that it is given (torch.export), so it gets none.
+        find ties. torch itself replaces all tensors that it gets here (torch.export), so that it gets no tokens.
         """
         if sys._getframe(1).f_globals.get("__name__") == MODULE:  # parameters(), once or more often for each token
             return cls.named_parameters(self, prefix, recurse, remove_duplicate)
-        if not recurse:  # so PEFT looks for what an adapter is for
+        if not recurse:  # PEFT looks for an adapter's targets in this way
             check_next(self)
         adapt_packed(self)  # PEFT asks for all names once its adapters are in
         if (handle := vars(self).get(HANDLE)) is not None:

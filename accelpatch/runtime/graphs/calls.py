@@ -146,7 +146,7 @@ class CapturedCalls:
     def __init__(self, model: nn.Module, graph: GraphOf):
         self._model, self._graph = weakref.ref(model), graph
         self._seen: Counter[Key] = Counter()
-        self._held: OrderedDict[Key, CapturedCall] = OrderedDict()
+        self._graphs: OrderedDict[Key, CapturedCall] = OrderedDict()
         self._unfit: set[Key] = set()
         self._masked: set[Key] = set()  # calls that a mask of ones changes
         self._known = own_code.why_not_in(model.modules()) is None  # which may have side effects
@@ -160,14 +160,14 @@ class CapturedCalls:
         key = key_of(bare, device) if self._known else None
         if key in self._masked:
             bare, key = given, key_of(given, device)
-        if key is None or (key not in self._held and not self._worth(key)):
+        if key is None or (key not in self._graphs and not self._worth(key)):
             return None
-        if key not in self._held:
+        if key not in self._graphs:
             reason = self._captured(key, bare, given)
-            if key not in self._held:
+            if key not in self._graphs:
                 return reason
-        self._held.move_to_end(key)
-        return self._held[key], bare
+        self._graphs.move_to_end(key)
+        return self._graphs[key], bare
 
     def _captured(self, key: Key, bare: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
         """Capture a call; returns why it is not. bare: its arguments without a mask that hides nothing."""
@@ -190,9 +190,9 @@ class CapturedCalls:
         if reason is not None:
             self._unfit.add(key)
             return reason
-        self._held[key] = first
-        if len(self._held) > MAX_CALLS:
-            gone, _ = self._held.popitem(last=False)
+        self._graphs[key] = first
+        if len(self._graphs) > MAX_CALLS:
+            gone, _ = self._graphs.popitem(last=False)
             self._seen[gone] = -AGAIN
         return None
 

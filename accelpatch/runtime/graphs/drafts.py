@@ -97,7 +97,7 @@ def several_tokens_why_not(step: CapturedStep, fused: FusedModel | None) -> str 
 
 
 def verifying(step: CapturedStep, fused: FusedModel, graph: GraphOf) -> CapturedStep:
-    """`step` of one row, with a captured step of several tokens beside it where that can be captured."""
+    """`step` of one row, which also gets a captured step of several tokens where that can be captured."""
     batch = step.batch
     if batch.drafts is None:
         batch.drafts = Drafts(batch)

@@ -99,15 +99,15 @@ class CapturedPrompts:
     """The CapturedPrompts of a step."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[int, CapturedPrompt | None] = OrderedDict()  # None: seen once, or a failed capture
+        self._captured: OrderedDict[int, CapturedPrompt | None] = OrderedDict()  # None: seen once, or a failed capture
         self._failed: set[int] = set()
 
     def of(self, step: EncoderDecoderStep, length: int, graph: GraphOf) -> CapturedPrompt | None:
         """The graph of so many tokens; None where the modules run them. Captures over the caches of the step."""
         if length * step.batch.rows > TOKENS or length >= step.capacity or length in self._failed:
             return None
-        known = length in self._held
-        found = self._held.get(length)
+        known = length in self._captured
+        found = self._captured.get(length)
         if known and found is None:
             try:
                 found = CapturedPrompt(step, length, graph)
@@ -115,10 +115,10 @@ class CapturedPrompts:
                 raise
             except (*CAPTURE_ERRORS, NotCaptured):  # the modules run it, and raise what is wrong with the call
                 self._failed.add(length)
-        self._held[length] = found
-        self._held.move_to_end(length)
-        while len(self._held) > KEPT:
-            self._held.popitem(last=False)
+        self._captured[length] = found
+        self._captured.move_to_end(length)
+        while len(self._captured) > KEPT:
+            self._captured.popitem(last=False)
         return found
 
 

@@ -131,7 +131,7 @@ def fused_outputs(runtime: Any, model: Any, given: Mapping[str, Any]) -> Any:
         if cache is not None and cache_form.misfit(cache, fused.cached) is not None:
             return None
         hidden = asks(model, given, HIDDEN_STATES)
-        if wants_gradient(_held(cache)) or (torch.is_grad_enabled() and (watched or fused.unfused or hidden)):
+        if wants_gradient(_states_of(cache)) or (torch.is_grad_enabled() and (watched or fused.unfused or hidden)):
             return None  # the modules carry the gradient of what comes in from outside
         call = call_of(model, fused, given)
         call.blind = reads_blind_tokens(fused, given, call, hidden)
@@ -167,7 +167,7 @@ def reads_blind_tokens(fused: FusedModel, given: Mapping[str, Any], call: CacheC
     return bool((blind if hidden else _kept(blind, given)).any())
 
 
-def _held(cache: Any) -> list[Tensor]:
+def _states_of(cache: Any) -> list[Tensor]:
     """The tensors in a cache of the caller's own."""
     filled = [] if cache is None or attached(cache) else cache.layers
     return [tensor for layer in filled if layer.is_initialized for tensor in (layer.keys, layer.values)]

@@ -1,8 +1,7 @@
-"""What the forward of a multimodal model calls in a prompt: the language model by fused layers, towers as graphs.
+"""The parts of a multimodal model in a prompt: the language model runs by fused layers, towers as captured graphs.
 
-The model's own forward puts the outputs of its towers among the embeddings of the text, and calls the language model
-with the embeddings of all tokens in place of ids. A tower becomes a graph once calls of the same shapes have come often
-enough.
+The model's own forward inserts the outputs of its towers into the embeddings of the text, and calls the language model
+with the embeddings of all tokens instead of ids. A tower is captured as a graph after enough calls of the same shapes.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from accelpatch.runtime.graphs.fused_forward import HIDDEN_STATES, UNASKED, asks
 
 FORWARD = "fused layers of a prompt's embeddings"
 EMBEDDINGS = "inputs_embeds"
-# The last one concerns the head, but some models hand on whatever they are given.
+# The last one is an argument of the head, but some models pass on all of their arguments.
 SUPPORTED = (EMBEDDINGS, "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep")
-#: arguments that ask for nothing more where they have these values
+#: arguments that change nothing where they have these values
 PLAIN = {**UNASKED, HIDDEN_STATES: False}
 #: transformers' names of masks -> whether they are of layers with a window
 MASKS = {"full_attention": False, "sliding_attention": True}
-# Qwen3-VL's: which tokens are those of pictures, and what is added to these behind each of the first layers.
+# Of Qwen3-VL: which tokens are those of pictures, and what is added to them after each of the first layers.
 DEEPSTACK = ("visual_pos_masks", "deepstack_visual_embeds")
 
 
@@ -113,7 +112,7 @@ def language_outputs(runtime: Any, model: Any, part: Any, given: Mapping[str, An
         call = _call(fused, given, made if given.get(CACHE) is None else given[CACHE])
         if call is None or (call.cache is not None and cache_form.misfit(call.cache, fused.cached) is not None):
             return None
-        if fused.both_ways and call.masks is None:  # then the model's own masks hide nothing of what comes later
+        if fused.both_ways and call.masks is None:  # without masks each token sees the later ones too
             return None
         blind = any(not bool(one.any(-1).all()) for one in (call.masks or {}).values())
         call.blind = blind or reads_blind_tokens(fused, {}, call, hidden=True)
@@ -130,9 +129,10 @@ def language_outputs(runtime: Any, model: Any, part: Any, given: Mapping[str, An
 def _first_layers(
     fused: FusedModel, x: Tensor, call: CacheCall, watched: Sequence[int], shown: Tensor | None, added: Any
 ) -> tuple[Tensor, int]:
-    """Run the layers behind which outputs of a tower are added: (rows behind them, how many layers ran).
+    """Run the first layers, after which outputs of a tower are added: (the rows after them, how many layers ran).
 
-    shown[B, L]: marks the M tokens of pictures. added: for each of these layers what its rows of pictures get, [M, K].
+    shown[B, L]: marks the M tokens of pictures. added: for each of these layers the rows [M, K] that are added to
+    those of the M tokens.
     """
     if shown is None or not added:
         return x, 0
@@ -145,7 +145,8 @@ def _first_layers(
 
 
 def _call(fused: FusedModel, given: Mapping[str, Any], cache: Any) -> CacheCall | None:
-    """The CacheCall for these arguments; None where positions differ by axis, and the layers do not take those."""
+    """The CacheCall for these arguments; None for positions that differ by axis, where the layers do not support
+    them."""
     embeds, mask = given[EMBEDDINGS], given.get("attention_mask")
     past, axes = 0 if cache is None else cache.get_seq_length(), None
     positions = given.get("position_ids")
@@ -168,5 +169,5 @@ def _call(fused: FusedModel, given: Mapping[str, Any], cache: Any) -> CacheCall 
 
 
 def _booleans(mask: Tensor) -> Tensor:
-    """What a mask shows: transformers' masks are true there, or 0."""
+    """A mask as booleans, true for visible keys, where transformers' masks are true or 0."""
     return mask if mask.dtype == torch.bool else mask == 0

@@ -92,7 +92,7 @@ class Prompts:
 
     def __init__(self, program: Program, graph: GraphOf, tokens: int = CAPTURED_TOKENS):
         self._program, self._graph, self._tokens = program, graph, tokens
-        self._held: OrderedDict[tuple[int, int], ShortPrompt] = OrderedDict()
+        self._captured: OrderedDict[tuple[int, int], ShortPrompt] = OrderedDict()
 
     def of(self, ids: Tensor, most: int | None = None) -> ShortPrompt | None:
         """The ShortPrompt for ids[B, L]; None where there are too many tokens, or the bucket is larger than `most`."""
@@ -101,12 +101,12 @@ class Prompts:
         if bucket * rows > self._tokens or (most is not None and bucket > most):
             return None
         key = rows, bucket
-        if key not in self._held:
-            self._held[key] = ShortPrompt(*key, ids.device, self._program, self._graph)
-            while len(self._held) > KEPT:
-                self._held.popitem(last=False)
-        self._held.move_to_end(key)
-        return self._held[key]
+        if key not in self._captured:
+            self._captured[key] = ShortPrompt(*key, ids.device, self._program, self._graph)
+            while len(self._captured) > KEPT:
+                self._captured.popitem(last=False)
+        self._captured.move_to_end(key)
+        return self._captured[key]
 
 
 def why_not(step: CapturedStep, ids: Tensor, kwargs: dict[str, Any]) -> str | None:

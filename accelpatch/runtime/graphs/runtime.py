@@ -274,7 +274,7 @@ class CapturedRuntime(ModelRuntime):
             self._states.switch((*self._watch.adapters(), self._present_form), self._present_form)
 
     def _fuse(self, model: nn.Module) -> None:
-        self._watch = None  # the Watch would keep the old weights alive beside the new
+        self._watch = None  # the Watch would keep the old weights alive while the new ones are made
         self.captured.fuse(model, self.unfused)
         self._states.moved()
         self._watch = Watch(model)

@@ -1,7 +1,7 @@
-"""A captured step over several tokens of one row that leaves hidden states too: for drafts that are made from them.
+"""A captured step over several tokens of one row that also outputs hidden states, for drafts made from these.
 
 The model's fused layers run it where it has any, else its own modules over the same static cache. Keys and values of
-rejected tokens lie behind the batch's slot, where the next check writes over them; the mask shows none of them.
+rejected tokens stay in the slots after the batch's, where the next check overwrites them; the mask hides them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ STATES = "output_hidden_states"
 
 class StatesCheck:
     """The program over the last token and `drafts`' draft tokens. wanted: indices of hidden states, as transformers
-    counts them: 0 the embeddings, -1 the normalised ones behind the last layer.
+    counts them: 0 the embeddings, -1 the normalised ones after the last layer.
 
     states[i][1, T, K]: hidden state wanted[i] of each place, until it runs again. It does not advance the batch. Raises
-    what the capture raises. The cache must have room for T tokens behind the batch's slot.
+    what the capture raises. The cache must have T free slots from the batch's slot on.
     """
 
     def __init__(self, step: CapturedStep, drafts: Drafts, wanted: Sequence[int], graph: GraphOf):
-        self._held = weakref.ref(step)  # which holds this
+        self._step_ref = weakref.ref(step)  # weak, since the step has a reference to this
         self._drafts, self._wanted = drafts, tuple(wanted)
         self.states: list[Tensor] = []
         self.slots = torch.arange(step.capacity, device=step.batch.device)
@@ -40,7 +40,7 @@ class StatesCheck:
 
     @property
     def _step(self) -> CapturedStep:
-        step = self._held()
+        step = self._step_ref()
         assert step is not None
         return step
 

@@ -1,4 +1,4 @@
-"""One line of a log, in each form that names a GEMM: what it says, or why it is left out. Nothing in it is ever run.
+"""Parses one line of a log, in each format that names a GEMM: the GEMM, or why it is left out. Nothing is executed.
 
 Sources of the forms:
 - hipBLASLt, HIPBLASLT_LOG_MASK 32 (a command of hipblaslt-bench a call), 64 (a YAML entry a problem, with its calls)
@@ -19,8 +19,8 @@ WORD = re.compile(r"[A-Za-z0-9_.+-]{1,200}")
 PAIR = re.compile(r"""([A-Za-z_]\w*)\s*:\s*['"]?([^,'"\s}]*)""")  # of a flow mapping of plain words
 INTEGER = re.compile(r"-?[0-9]{1,12}")
 PLAIN = {*TYPES, *COMPUTE, "c_f32_r", "N", "T"}
-MOST_CALLS = 10**12  # a larger number of calls of one line is none that a program makes
-TRANSPOSES = {"N": "N", "T": "T", "C": "T"}  # of a real matrix the conjugate transpose is the transpose
+MOST_CALLS = 10**12  # no program makes more calls of one GEMM; a larger number is an error
+TRANSPOSES = {"N": "N", "T": "T", "C": "T"}  # the conjugate transpose of a real matrix is its transpose
 ROCBLAS_TYPES = {"h": "f16_r", "s": "f32_r", "d": "f64_r", "bf16": "bf16_r", "b": "bf16_r"}
 TUNABLE_TYPES = {
     "double": "f64_r", "float": "f32_r", "tf32": "xf32_r", "Half": "f16_r", "BFloat16": "bf16_r",
@@ -35,12 +35,12 @@ TUNABLE = re.compile(
 
 
 class LineError(Exception):
-    """A line names a GEMM and cannot be used; the message says why."""
+    """A line names a GEMM that cannot be used; the message says why."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a line says. epilogue: what comes after the product, such as "bias, relu"; empty for none."""
+    """The GEMM of a line. epilogue: what follows the product, such as "bias, relu"; empty for none."""
 
     gemm: Gemm
     calls: int
@@ -61,12 +61,12 @@ def form_of(line: str) -> str | None:
 
 
 def parse(line: str, form: str) -> Call:
-    """What a line of a form says. Raises LineError with the reason where it cannot be used."""
+    """The Call of a line in a format. Raises LineError with the reason where it cannot be used."""
     return FORMS[form](line)
 
 
 def _entry(line: str) -> dict[str, str]:
-    """The keys and values of a YAML flow mapping of plain words; what is none is left out."""
+    """The keys and values of a YAML flow mapping of plain words; anything else is left out."""
     if not line.endswith("}"):
         raise LineError("the line is cut off")
     return dict(PAIR.findall(line))
@@ -149,12 +149,12 @@ BENCH = {
 
 
 def _on(values: Mapping[str, str], name: str) -> bool:
-    """Whether a switch is set: given without a value, or with another one than false, 0 and none."""
+    """Whether a switch is set: given without a value, or with a value other than false, 0 and none."""
     return name in values and values[name].lower() not in ("false", "0", "none")
 
 
 def _epilogue(values: Mapping[str, str], prefix: str = "") -> str:
-    """What comes after the product. Values of a log are named only where they are known ones."""
+    """What follows the product. Only known values of a log are named."""
     parts = ["bias"] if _on(values, f"{prefix}bias_vector") else []
     activation = values.get(f"{prefix}activation_type", "none").lower()
     parts += [activation] if activation in ("relu", "gelu", "swish", "clamp", "sigmoid") else []

@@ -1,4 +1,5 @@
-"""Reference beside tuned: what is right and faster, the tables of it, and how much the whole workload gains."""
+"""The reference compared with the tuned: what is right and faster, the tables of it, and how much the whole workload
+gains."""
 
 from __future__ import annotations
 

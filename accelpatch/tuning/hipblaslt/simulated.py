@@ -52,8 +52,8 @@ def why_not(gemm: Gemm, choice: Choice, arch: str) -> str | None:
     stages = 1 if _integer(choice, "1LDSBuffer", 0) else 2
     needed = int((rows + columns) * depth * TYPES[gemm.a_type].size * stages)
     facts = facts_of(arch)
-    held = facts.block_shared if facts else 65536
-    return f"its tiles need {needed} bytes of LDS, and there are {held}" if needed > held else None
+    available = facts.block_shared if facts else 65536
+    return f"its tiles need {needed} bytes of LDS, and there are {available}" if needed > available else None
 
 
 def microseconds(gemm: Gemm, choice: Choice, arch: str) -> float:

@@ -1,4 +1,4 @@
-"""The stages of a tuning, in order. Each reads what the one before it left in the folder, and can be run alone."""
+"""The stages of a tuning, in order. Each reads what the one before wrote into the folder, and can be run alone."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 @dataclass(frozen=True)
 class Configured:
-    """What `configs` found. log: None where the stage was already done."""
+    """The result of `configs`. log: None where the stage had been run before."""
 
     rows: Sequence[workload.Row]
     log: logs.Log | None
 
     @property
     def names(self) -> list[str]:
-        """Of the configurations."""
+        """The names of the configurations."""
         return [row.name for row in self.rows if row.name]
 
 
@@ -126,7 +126,7 @@ def optimize(
 
 
 def seen_by(device: str) -> Mapping[str, str]:
-    """The environment of a child that shall see one device of this process's."""
+    """The environment of a child process that sees only one of this process's devices."""
     found = dict(os.environ)
     shown = (found.get("HIP_VISIBLE_DEVICES") or found.get("CUDA_VISIBLE_DEVICES") or "").split(",")
     one = shown[int(device)].strip() if int(device) < len(shown) and shown != [""] else device
@@ -156,7 +156,7 @@ def merge(work: Work, *, hipblaslt: str = "") -> logic.Merged:
         raise AccelpatchError(
             f"there is nothing to merge ({why}): run `accelpatch tune hipblaslt optimize {work.folder}`"
         )
-    shutil.rmtree(work.folder / "benchmarks", ignore_errors=True)  # they are of the libraries before
+    shutil.rmtree(work.folder / "benchmarks", ignore_errors=True)  # they were measured with the libraries before
     _write_libraries(work, "libs", merged.of)
     platform.build(work)
     work.finish("merge")
@@ -164,7 +164,7 @@ def merge(work: Work, *, hipblaslt: str = "") -> logic.Merged:
 
 
 def _write_libraries(work: Work, part: str, of: Sequence[logic.Logic]) -> None:
-    """Make a folder hold these files alone."""
+    """Write these files into a folder, and remove all others."""
     folder = work.folder / part
     shutil.rmtree(folder, ignore_errors=True)
     for one in of:
@@ -193,7 +193,7 @@ def benchmark(work: Work, *, hipblaslt: str = "", device: str = "0") -> list[res
 
 
 def postprocess(work: Work, *, error: float, uplift: float) -> results.Summary:
-    """Leave out what is wrong or not better; write the results' tables and the final library."""
+    """Drop solutions that are wrong or not faster; write the tables of results and the final library."""
     if not (work.folder / SUMMARY).exists():
         work.settings()
     found = results.summarise(results.compare(work), error=error, uplift=uplift)

@@ -83,7 +83,7 @@ class HipBlasLt:
         return _winner(folder)
 
     def build(self, work: Work) -> None:
-        """Build the merged library beside hipBLASLt's, which is left as it is."""
+        """Build the merged library in a folder of its own; hipBLASLt's is left as it is."""
         target = work.folder / "tensile"
         shutil.rmtree(target, ignore_errors=True)
         arch = str(work.settings()["arch"])

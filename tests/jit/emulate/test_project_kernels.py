@@ -82,7 +82,7 @@ def attention(*args: Tensor | AttentionShape) -> Tensor:
     qkv, positions, slot, mask, keys, values, shape = args
     assert isinstance(shape, AttentionShape)
     y = torch.full((*qkv.shape[:-1], shape.heads * shape.size), float("nan"), dtype=qkv.dtype)
-    held = [one for one in (*args[:-1], y, *vars(shape).values(), *shape.memory.held) if torch.is_tensor(one)]
+    held = [one for one in (*args[:-1], y, *vars(shape).values(), *shape.memory.buffers) if torch.is_tensor(one)]
     given = binding.arguments(qkv, y, positions, slot, mask, keys, values, shape, None, None)
     with launches("gfx942", "accelpatch/kernels/hip/attention/decode_attention.hip", held) as made:
         status = made.library.accelpatch_decode_attention(ctypes.byref(given), DTYPES.index(qkv.dtype), None)

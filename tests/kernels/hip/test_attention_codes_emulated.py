@@ -74,7 +74,7 @@ def _op(library: Any) -> Callable[..., Tensor]:
         with binding.weight_prefetch():
             given = attention.arguments(qkv, y, positions, slot, mask, keys, values, shape, None, signal)
         assert library.entry(ctypes.byref(given), binding.DTYPES.index(qkv.dtype), ctypes.c_void_p()) == 0
-        assert not any(one.any() for one in shape.memory.held)
+        assert not any(one.any() for one in shape.memory.buffers)
         return y
 
     return decode_attention_

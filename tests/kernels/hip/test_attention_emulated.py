@@ -120,7 +120,7 @@ def _op(library: ctypes.CDLL, late: float = 0.0, following: Tensor | None = None
         )
         assert status == 0
         assert not library.still_owed()
-        assert not any(one.any() for one in shape.memory.held)
+        assert not any(one.any() for one in shape.memory.buffers)
         counted = library.overlaps and positions.numel() <= 8  # of more tokens nothing is signalled
         assert signal.number.tolist() == [0 if counted else columns, 0]
         return y

@@ -61,7 +61,7 @@ def _there() -> None:
 def _attend(*args: Any) -> Tensor:
     """What blocks hand each other is gone when they have ended."""
     y = attention.decode_attention_(*args)
-    assert not any(one.any() for one in args[-1].memory.held)
+    assert not any(one.any() for one in args[-1].memory.buffers)
     return y
 
 

@@ -48,7 +48,7 @@ def text(rows: int, length: int, padded: bool = False, seed: int = 0) -> dict[st
 def short(model: Any) -> list[tuple[int, int]]:
     """Rows and length of the captured prompts."""
     prompts = vars(model)[RUNTIME].captured._prompts
-    return [key for key, one in prompts._held.items() if one._graph is not None]
+    return [key for key, one in prompts._captured.items() if one._graph is not None]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

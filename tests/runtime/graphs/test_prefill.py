@@ -63,7 +63,7 @@ def test_a_prompt_that_goes_on_is_the_models_own() -> None:
 def captured(model: Any) -> list[int]:
     """The captured lengths of all steps."""
     made = [step.prompts for step in vars(model)[RUNTIME].captured._steps.values() if step.prompts is not None]
-    return [length for prompts in made for (_, length), one in prompts._held.items() if one._graph is not None]
+    return [length for prompts in made for (_, length), one in prompts._captured.items() if one._graph is not None]
 
 
 @pytest.mark.parametrize("rows", [1, 3])

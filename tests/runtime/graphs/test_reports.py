@@ -132,17 +132,17 @@ def test_neither_waits_for_the_other() -> None:
     report, behind = torch.tensor([5, 1], device="cuda"), torch.cuda.Event()
     with torch.cuda.stream(torch.cuda.Stream()):
         reports = Reports(report)
-        assert reports._beside is not None
+        assert reports._copy_stream is not None
         other = torch.zeros(1, device="cuda") + 1  # loads what is timed below
         reports.send()
         reports.wait()
-        with torch.cuda.stream(reports._beside):
+        with torch.cuda.stream(reports._copy_stream):
             torch.cuda._sleep(200_000_000)  # the copy comes late
         reports.send()
         other = torch.zeros(1, device="cuda") + 1
         behind.record()
         behind.synchronize()
-        assert not reports._beside.query()
+        assert not reports._copy_stream.query()
         assert (int(other), reports.wait().tolist()) == (1, [5, 1])
         reports.send()
         torch.cuda._sleep(200_000_000)  # and what is behind the choice takes its time

@@ -160,7 +160,7 @@ using Mbarrier = uint64_t;
 #include "no_cluster.h"
 DEVICE uint32_t transposed(uint32_t v) { return v; }  // likewise never called
 DEVICE void cluster_sync() {}
-template <class V> DEVICE V* beside(V* here, int) { return here; }
+template <class V> DEVICE V* in_peer(V* here, int) { return here; }
 
 // ---- matrix products ----
 // 16 rows by 16 of K, times 16 by 16 columns.

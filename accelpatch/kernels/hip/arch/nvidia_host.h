@@ -31,19 +31,20 @@ inline cudaLaunchAttribute cluster_attribute(int cluster) {
     attribute.val.clusterDim.x = cluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     return attribute;
 }
-// How many clusters the device holds at once with one block on an SM; 0 where it cannot say. Asked once a device.
+// How many clusters run on the device at once, with one block on an SM; 0 where the runtime does not know. The runtime
+// is asked once a device.
 template <class... ARGS> int most_clusters(void (*kernel)(ARGS...), const DeviceLimits& limits) {
-    static std::atomic<int> held[64];
+    static std::atomic<int> known[64];
     int device = 0, count = 0;
     if (cudaGetDevice(&device) || device >= 64) return 0;
-    if ((count = held[device])) return count;
+    if ((count = known[device])) return count;
     if (prepare(kernel, limits)) return 0;
     cudaLaunchAttribute attribute = cluster_attribute(CLUSTER);
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(CLUSTER), config.blockDim = dim3(WARP_SIZE), config.dynamicSmemBytes = limits.shared_block;
     config.attrs = &attribute, config.numAttrs = 1;
     if (cudaOccupancyMaxActiveClusters(&count, kernel, &config)) return 0;
-    return held[device] = count;
+    return known[device] = count;
 }
 inline void clear(int32_t* number, GpuStream stream) { (void)cudaMemsetAsync(number, 0, sizeof(*number), stream); }
 // The runtime's error, 0 for none. cluster: blocks of one.

@@ -1,29 +1,30 @@
-// Attention of 1 to 8 new tokens a row over a static cache: the arguments of a launch, and how its work is cut.
+// Attention of 1 to 8 new tokens a row over a static cache: the arguments of a launch, and how its work is partitioned.
 //
 // A KV split is 256 slots, counted from the first slot of a row's own tokens; a warp of a block has two of its tiles
-// of 16. KV splits of one head are added up as a tree that their numbers alone give (attention_partials.h): so what a
-// token gets depends on its slots alone.
+// of 16. The KV splits of a head are reduced as a tree that depends on their numbers alone (attention_partials.h), so
+// that a token's result depends on its slots alone.
 #pragma once
 #include "attention_codes.h"
 
 constexpr int TILE = 16, KV_SPLIT = 256, ROUNDS = KV_SPLIT / TILE / WARPS;
-constexpr int QUERIES = 8;      // of a block at once
+constexpr int QUERIES = 8;      // that a block computes at once
 constexpr int MOST_ROWS = 256;  // rows whose first slots fit in shared memory
-// Of what the kernel behind reads: bytes that a thread asks for, and so many threads of a block; more is slower.
+// Prefetch of what the next kernel reads: bytes a thread, and threads of a block that prefetch; more was slower.
 constexpr int BROUGHT_PIECE = 4096, BROUGHT_PIECES = 4;
-// Floats a query: of each warp the highest score and the sum of weights; its own slot's weight, three of padding.
+// Floats of a query: the highest score and the sum of weights of each warp, the weight of its own slot, three of
+// padding.
 constexpr int TOPS = WARPS * 2 + 4;
-constexpr int FAN_IN = 8;  // KV splits whose results are added up by themselves, and then so many such results
-constexpr int FAN_IN_LEVELS = 3, LEVELS = 6;  // of a subtree's tree, and of a tree's, of FAN_IN FAN_IN KV splits
-// Columns of a partial state's piece, and the words before them: the highest score, the sum of weights, how many KV
-// splits, one of padding.
+constexpr int FAN_IN = 8;                     // KV splits of a subtree, and subtrees of a tree
+constexpr int FAN_IN_LEVELS = 3, LEVELS = 6;  // levels of a subtree, and of a tree of FAN_IN * FAN_IN KV splits
+// Columns of a piece of a partial state, and the words before them: the highest score, the sum of weights, the number
+// of KV splits, one of padding.
 constexpr int PIECE = 16, PARTIAL_HEAD = 4;
 constexpr int PIECE_FLOATS = PARTIAL_HEAD + PIECE;
 
-// Floats between a warp's sums and the next one's, and between a query's and the next one's: sums of four queries that
-// are stored at once lie in different banks.
+// Floats from one warp's sums to the next one's, and from one query's to the next one's, such that the sums of four
+// queries, which are stored at once, are in different banks.
 template <int WIDE> constexpr int WARP_STRIDE = WIDE + 4;
-template <int WIDE> constexpr int LEVEL_FLOATS = WIDE + 4;  // of a query's result that waits for the next one
+template <int WIDE> constexpr int LEVEL_FLOATS = WIDE + 4;  // of a query's state that waits for the next KV split's
 template <int WIDE> constexpr int QUERY_STRIDE = WARPS * WARP_STRIDE<WIDE> + 4;
 
 // Sizes in elements. qkv[rows tokens, (heads + 2 kv_heads) size]; keys, values[rows, kv_heads, capacity, size], of the
@@ -37,11 +38,12 @@ struct AttentionArgs {
     const float* inv_freq;
     const void *q_norm, *k_norm;  // [size] or null
     void* y;                      // [rows tokens, heads size]
-    // [rows kv_heads tiles, queries, KV splits, PIECE_FLOATS for each 16 of 64, 128 or 256 columns]: zeros, and left so
+    // [rows kv_heads tiles, queries, KV splits, PIECE_FLOATS for each 16 of 64, 128 or 256 columns]: zeros before and
+    // after
     float* partials;
-    int32_t* finished;      // [rows kv_heads tiles] zeros, and left so; the first numbers the items that blocks fetch
-    int32_t* consumer;      // where the product before counts its columns of q and k (see GemvArgs), or null
-    const void* following;  // what the kernel behind will read, or null
+    int32_t* finished;  // [rows kv_heads tiles]: zeros before and after; the first counts the items that blocks fetch
+    int32_t* consumer;  // where the linear layer before counts finished columns of q and k (see GemvArgs), or null
+    const void* following;                // what the next kernel will read, or null
     uint16_t *key_scales, *value_scales;  // or null
     const float* sinks;                   // [heads]: scores without a key; or null
     int64_t following_bytes;
@@ -51,24 +53,24 @@ struct AttentionArgs {
     int32_t plus_one, dependent;
 };
 
-// Where things lie in shared memory, in bytes.
+// The layout of shared memory, in bytes, and sizes that the host computes.
 struct AttentionPlan {
-    int32_t group;           // heads that share a cached one
-    int32_t tiles, queries;  // of queries of a cached head; most queries of one
-    int32_t buffers;         // of the warps' results: two, or one where memory is short
-    int32_t levels;          // of the KV splits' tree whose results have a place
+    int32_t group;           // query heads that share a cached head
+    int32_t tiles, queries;  // tiles of queries of a cached head; most queries of a tile
+    int32_t buffers;         // for the warps' states: two, or one where memory is short
+    int32_t levels;          // levels of the reduction tree whose states have a place in shared memory
     int32_t starts_at, angles_at, queries_at, fresh_at, tops_at, states_at, level_sums_at, stages_at, bytes;
 };
 
 // The first slot that any new token of a row sees, of which the first is cached at `slot`.
 DEVICE int first_seen(const AttentionArgs& a, int slot) { return a.window > 0 ? max(slot + 1 - int(a.window), 0) : 0; }
 
-// Facts of a launch that lie in device memory; no kernel of the step writes them, so they are read before grid_wait().
+// Facts of a launch that are in device memory. No kernel of the step writes them, so they are read before grid_wait().
 struct Geometry {
-    // slot: of a lone row; splits: most of any row; heads: rows kv_heads tiles.
+    // slot: of a single row; splits: the most of any row; heads: rows * kv_heads * tiles.
     int slot, splits, heads;
-    // Of the rows: where their KV splits are counted from, and their slots; behind them the item that a block has
-    // fetched (attention_schedule.h).
+    // For each row: the slot from which its KV splits are counted, and its new token's slot. After these, the item that
+    // the block has fetched (attention_schedule.h).
     int *starts, *slots;
     DEVICE Geometry(const AttentionArgs& a, const AttentionPlan& plan, char* shared)
         : starts(reinterpret_cast<int*>(shared + plan.starts_at)),

@@ -1,11 +1,11 @@
-// Caches in 8 bits: codes, and a scale in bfloat16 for each slot of a head (kernels/layouts/kv_states.py). Products
-// take codes as they are, or as 16-bit floats that hold them exactly (attention_mma.h); a key's scale multiplies
-// its score, a value's scale its weight. A KV split of 256 slots is added up by itself, and splits as a tree: no sum
-// runs over the whole cache.
+// Caches in 8 bits: codes, and a scale in bfloat16 for each slot of a head (kernels/layouts/kv_states.py). Matrix
+// instructions take codes directly, or as 16-bit floats that represent them exactly (attention_mma.h). A key's scale
+// multiplies its score, a value's scale its probability. Each KV split of 256 slots has a sum of its own, and a tree
+// reduces the splits: no sum runs over the whole cache.
 #pragma once
 #include "gemv/e4m3.h"
 
-// A dtype of activations beside a cache of codes.
+// A dtype of activations, in a model whose cache has codes of another format.
 template <class T, class CODES_> struct Coded : T {
     using Codes = CODES_;
 };

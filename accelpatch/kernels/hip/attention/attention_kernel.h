@@ -1,28 +1,29 @@
-// The kernel behind decode_attention. It begins with q and k, where the product before signals them: all but the new
-// token's own value is then added up while that product still makes v. A block takes one KV split after the other; its
-// warps keep a running softmax of their own tiles (each against its own highest score), and their results are added up
-// through shared memory.
+// The kernel of decode_attention. Where the linear layer before signals q and k, it starts with them, and computes all
+// but the part of the new token's own value while that layer still computes v. A block takes one KV split after
+// another. Each warp computes the softmax of its own tiles, relative to its own largest score, and the warps' states
+// are reduced through shared memory.
 #pragma once
 #include "attention_kinds.h"
 #include "attention_schedule.h"
 #include "attention_softmax.h"
 #include "attention_sums.h"
 
-// What the kernel behind will read comes into L2 by the blocks that have nothing to do, once the others have their
-// queries. busy: blocks that have KV splits; before: of them, those before this one.
+// Prefetches what the next kernel will read into L2, in the blocks without work, once the other blocks have their
+// queries. busy: how many blocks have KV splits; before: how many of these come before this block.
 DEVICE void bring_following(const AttentionArgs& a, int before, int busy) {
     const int64_t idle = int64_t(gridDim.x) - busy, piece = int64_t(blockIdx.x) - before + threadIdx.x * idle;
     if (threadIdx.x < BROUGHT_PIECES && piece < a.following_bytes / BROUGHT_PIECE)
         prefetch_l2(static_cast<const char*>(a.following) + piece * BROUGHT_PIECE, BROUGHT_PIECE);
 }
 
-// The signal counts from zero again once all blocks have consumed it. One warp sees to it, while the others go on.
+// Resets the signal of the kernel before, in the last block that calls it. Precondition: the block has waited for that
+// kernel's end. One thread of `warp` counts the block, while the other warps go on.
 DEVICE void forget(const AttentionArgs& a, int warp) {
     if (a.consumer && int(threadIdx.x) == warp * WARP_SIZE && last_call(a.consumer + 1, int(gridDim.x)))
         a.consumer[0] = 0;
 }
 
-// A block that has no KV splits. It stays until the kernel behind has found a place on every SM.
+// The whole of a block that has no KV splits. It stays until a block of the next kernel has started on every SM.
 DEVICE void idle(const AttentionArgs& a, int before, int busy) {
     grid_wait();
     forget(a, 0);
@@ -30,7 +31,8 @@ DEVICE void idle(const AttentionArgs& a, int before, int busy) {
     bring_following(a, before, busy);
 }
 
-// Before a block reads q and k: the kernel before has ended, or has signalled them. begun: it has read some.
+// Waits until q and k may be read: for the end of the kernel before, or for its signal. Precondition: all threads of
+// the block call it. begun: the block has waited for the signal already.
 DEVICE void wait_for_queries(const AttentionArgs& a, bool begun) {
     if (!a.consumer) {
         grid_wait();
@@ -40,7 +42,7 @@ DEVICE void wait_for_queries(const AttentionArgs& a, bool begun) {
     }
 }
 
-// Where in shared memory a query's results lie that wait for those of the next KV split, a level of the tree each.
+// Where in shared memory a query's partial states wait for the next KV split's, one for each level of the tree.
 template <int WIDE> DEVICE float* level_sums_of(const AttentionPlan& plan, char* shared, int q) {
     return reinterpret_cast<float*>(shared + plan.level_sums_at) + q * (plan.levels * LEVEL_FLOATS<WIDE>);
 }
@@ -57,14 +59,14 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT)
     grid_release();
     const Geometry all(a, plan, shared);
     const int warp = threadIdx.x / WARP_SIZE;
-    const Mine all_work(all, a);  // goes through more than once: the stream is ahead
+    const Mine all_work(all, a);  // copied, since the stream goes through it ahead of the block
     Mine schedule = all_work;
     Segment s;
     if (!schedule.begin(s, a, plan, all)) return idle(a, schedule.before, schedule.busy);
     typename Results::Stream stream(a, plan, all, FIRST_KNOWN ? schedule : all_work, s, shared);
     HeadStager<T, WIDE> stager{a, plan, shared, LATE_WORDS<KIND> && a.consumer && a.rows == 1};
     int iteration = 0;
-    bool left = false, several = false;  // whether something is left to add up; whether there was more than one segment
+    bool left = false, several = false;  // splits are left to reduce across blocks; there are several segments
     for (bool begun = false;; begun = true) {
         stager.switch_to(s.row);
         const View<T, WIDE> view(a, stager, s);
@@ -85,7 +87,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT)
             float* states =
                 reinterpret_cast<float*>(shared + plan.states_at) + buffer * plan.queries * QUERY_STRIDE<WIDE>;
             results.leave(states, tops, queries);
-            const int q = (warp - iteration) & (WARPS - 1);  // a query's by one warp, while the others go on
+            const int q = (warp - iteration) & (WARPS - 1);  // one warp reduces a query, while the others go on
             const Adder<T, WIDE> adder(a, plan, s, q);
             __syncthreads();
             if (!begun && i + 1 == s.count && q == WARPS - 1) forget(a, warp);
@@ -105,7 +107,7 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT)
         left = left || !alone;
         if (!schedule.next(s, a, plan, all)) break;
         several = true;
-        __syncthreads();  // what lies staged has been read, and last_of's word
+        __syncthreads();  // all warps have read what is staged, and last_of's word
     }
     if constexpr (DYNAMIC<KIND>)
         if (all_work.items) {
@@ -113,8 +115,8 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT)
                 add_splits<T, WIDE>(a, s, plan, stager.queries(s), all_work.part, all_work.parts, true, warp);
             return;
         }
-    if (!BLOCKS_MEET || !left) return;                       // all that the block has to bring is on its way
-    int place = warp - (iteration - 1) - stager.queries(s);  // those that have added nothing up last come first
+    if (!BLOCKS_MEET || !left) return;                       // nothing is left to reduce across blocks
+    int place = warp - (iteration - 1) - stager.queries(s);  // warps that had no query of the last KV split come first
     Mine again = schedule;
     if (several) again = all_work, again.next(s, a, plan, all);
     do {
@@ -122,6 +124,6 @@ __global__ void __launch_bounds__(THREADS, WIDE > 128 ? 1 : BLOCKS_RESIDENT)
         int which, many;
         again.company(s, all, which, many);
         add_splits<T, WIDE>(a, s, plan, stager.queries(s), which, many, again.halves(all), place & (WARPS - 1));
-        place -= (stager.queries(s) * (WIDE / PIECE) + many - 1) / many;  // other warps come to the next head
+        place -= (stager.queries(s) * (WIDE / PIECE) + many - 1) / many;  // the next head starts with other warps
     } while (again.next(s, a, plan, all));
 }

@@ -1,16 +1,16 @@
-// The kinds of launches that have kernels of their own, and what is known in each.
+// Kinds of launches that have specialised kernels, and the arguments that are constants in each.
 #pragma once
 #include "attention.h"
 
-// What most launches ask for: heads that fill their columns, none of what some models have; and one new token a row
-// with one tile of queries, or several tokens of a lone row, as prompt lookup has them. Kernels for that alone, with a
-// cached head for each head (ONE) or for several, are a fifth to a third smaller, and leave products their room in the
-// instruction cache. So do those of more rows than a LONE one, whose words may still be on their way; DYNAMIC ones are
-// for rows of many KV splits.
+// Most launches have a head size that fills the kernel's columns and no window, softcap, norm or sinks; and one new
+// token a row with one tile of queries, or several new tokens of a single row (prompt lookup). Kernels for these alone,
+// with one query head for each cached head (ONE) or SEVERAL, are a fifth to a third smaller, which leaves room in the
+// instruction cache for the linear layers. LONE kinds have a single row, and may read words of q and k that are not
+// stored yet. DYNAMIC kinds are for rows of many KV splits.
 enum Kind { ANY, ONE, SEVERAL, LONE_ONE, LONE_SEVERAL, LONE_TOKENS, DYNAMIC_ONE, DYNAMIC_SEVERAL };
 template <Kind KIND> constexpr bool DYNAMIC = KIND == DYNAMIC_ONE || KIND == DYNAMIC_SEVERAL;
 template <Kind KIND> constexpr bool ONE_TILE = KIND != ANY && KIND != LONE_TOKENS;  // of queries
-// Whether words of q and k may still be on their way when they are read.
+// Whether q and k may be read before the kernel before has stored all of them.
 template <Kind KIND> constexpr bool LATE_WORDS = KIND != ONE && KIND != SEVERAL && !DYNAMIC<KIND>;
 template <Kind KIND>
 constexpr bool SOLE_QUERY = KIND == ONE || KIND == LONE_ONE || KIND == DYNAMIC_ONE;  // of a cached head

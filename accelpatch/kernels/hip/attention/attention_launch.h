@@ -19,8 +19,9 @@ template <int WIDE> AttentionPlan lay_out(const AttentionArgs& a, int64_t stage_
     return p;
 }
 
-// As many levels of the KV splits' tree as fit: into half an SM, where all else fits there, so that a product finds
-// room beside it; else a subtree's, which leave a small product what room there is.
+// Reserves shared memory for as many levels of the reduction tree over KV splits as fit. Where all else fits half an
+// SM, the levels must too, so that a block of the next linear layer fits the same SM; else for the levels of one
+// subtree, which leaves the rest to a small kernel.
 template <int WIDE> bool reserve_levels(AttentionPlan& p, int64_t half, int64_t most) {
     const bool fits = p.bytes <= half;
     const int64_t each = p.queries * LEVEL_FLOATS<WIDE> * 4, room = fits ? half : most,
@@ -35,8 +36,9 @@ template <int WIDE> bool reserve_levels(AttentionPlan& p, int64_t half, int64_t 
 inline int64_t splits_of(const AttentionArgs& a, int64_t heads) { return heads * ((a.capacity - 1) / KV_SPLIT + 1); }
 
 // Two blocks share an SM, one of which reads while the other waits: where there are heads for nearly all of them, or
-// where heads are divided in any case and a full cache has more KV splits than there are SMs. Not where a product of
-// few rows follows: behind one block it finds a place on each SM, behind two on some two and on others none.
+// where heads are divided in any case and a full cache has more KV splits than there are SMs. Not where a linear
+// layer of few rows follows: with one block of attention an SM each SM has room for one of its blocks; with two some
+// SMs would get two of them, and others none.
 template <int WIDE> int blocks_of(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits) {
     const int64_t heads = a.rows * a.kv_heads * plan.tiles;
     const int sms = limits.sms;
@@ -91,7 +93,7 @@ int one_by_buffer(
     return STATUS_FORMAT;
 }
 
-// The launch of kind ONE over a cache of numbers, whose kernels are half of all: a source of its own, compiled beside
-// the rest.
+// The launch of kind ONE over a cache that is not quantised. Its kernels are half of all, so that they have a source of
+// their own, which is compiled at the same time as the rest.
 int start_of_one(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits, int dtype, bool deep,
     GpuStream stream);

@@ -1,15 +1,16 @@
-// Products of queries with a tile of keys, and of weights with a tile of values: of numbers, and behind them of codes.
+// Matrix products of queries with a tile of keys, and of weights with a tile of values: for a cache of 16-bit floats
+// here, for one of codes in the header that is included at the end.
 #pragma once
 #include "attention.h"
 
-template <class T> struct CacheTile : AttentionTile<T> {};  // whose sums of codes may lie elsewhere
+template <class T> struct CacheTile : AttentionTile<T> {};  // specialised for codes, whose sums may be in other lanes
 
-// What queries become on their way into shared memory, where products with codes do not take them as they are.
+// The form of queries in shared memory. For caches of codes it may be another one, with a scale.
 template <class T> struct QueryForm {
     static constexpr bool SCALED = false;
 };
 
-// Scores of a tile's slots. SOLE: there is but one query.
+// The scores of a tile's slots. SOLE: there is only one query.
 template <class T, int WIDE, bool SOLE> struct KeyMma : CacheTile<T> {
     using Query = Words4;
     static DEVICE Query query(const Words4* from, int chunk) { return from[chunk]; }
@@ -30,7 +31,7 @@ template <class T, int SETS, bool SOLE> struct ValueMma {
     using Sums = float[SETS][Tile::PARTS][4];
     Sums& sums;
     DEVICE explicit ValueMma(Sums& sums) : sums(sums) { zero_all(sums); }
-    DEVICE void scale(const float (&)[ROUNDS][4]) {}                           // all weights, before the first product
+    DEVICE void scale(const float (&)[ROUNDS][4]) {}  // of all weights, before the first product
     DEVICE Weights weights(const float* s) const { return Tile::weights(s); }  // of a tile
     DEVICE void add(const Words4* values, int chunks, const Weights& w) {
 #pragma unroll
@@ -39,7 +40,7 @@ template <class T, int SETS, bool SOLE> struct ValueMma {
             for (int part = 0; part < Tile::PARTS; ++part)
                 Tile::add_values(sums[set][part], values, chunks, set, part, w);
     }
-    DEVICE void finish() {}  // behind the last product
+    DEVICE void finish() {}  // after the last product
 };
 
 #if defined(__HIP__) || defined(__gfx90a__) || defined(__gfx942__) || defined(__gfx950__)

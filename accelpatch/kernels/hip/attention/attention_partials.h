@@ -1,17 +1,18 @@
-// What blocks exchange of a query: results of KV splits, added up as a binary tree over their numbers. A subtree is
-// FAN_IN KV splits, counted from the row's first slot, a tree FAN_IN subtrees; trees follow each other. A partial state
-// stands for 1, 2, 4 or 8 KV splits: as many of a subtree as its block has alone; of a head that the next block goes on
-// with, for any power of two of a tree. Who reads needs no counter: a partial state's words are zero until they are
-// written, and zero again once they are read.
+// Partial softmax states (m, l, acc) that blocks exchange, and their reduction as a binary tree over the numbers of KV
+// splits. A subtree is FAN_IN KV splits, counted from the row's first slot; a tree is FAN_IN subtrees; trees are added
+// one after another. A partial state covers 1, 2, 4 or 8 KV splits, as many of a subtree as its block has alone; in a
+// head that the next block continues, any power of two of a tree. Readers need no counter: the words of a partial state
+// are zero until they are stored, and the reader resets them to zero.
 #pragma once
 #include "attention.h"
 
-constexpr float LEAST = -3.4e38f;  // as low as a highest score goes: infinities would have no difference
+constexpr float LEAST = -3.4e38f;  // the least value of a highest score: the difference of two infinities would be NaN
 
-// A highest score, the sum of weights against it, and weighted sums of four columns.
+// A partial softmax state of four columns: the highest score m, the sum l of exp2(score - m), and the weighted sums
+// acc.
 struct Part {
     float highest = LEAST, total = 0.f, sums[4] = {0.f, 0.f, 0.f, 0.f};
-    // Takes in what comes behind it; of nothing, nothing changes.
+    // Merges the state of the splits that follow. An empty state changes nothing.
     DEVICE void merge(const Part& other) {
         const float most = fmaxf(highest, other.highest), before = fast_exp2(highest - most),
                     factor = fast_exp2(other.highest - most);
@@ -27,17 +28,17 @@ template <int WIDE> struct Partials {
     DEVICE float* at(int split, int column) const {
         return memory + (split * (WIDE / PIECE) + column / PIECE) * PIECE_FLOATS;
     }
-    // A word that has been stored is not zero, nor is what stands for a zero.
+    // A stored word is never zero: zero is stored as -0.
     static DEVICE uint32_t word(float v) { return v == 0.f ? 0x80000000u : float_to_bits(v); }
-    // Four columns of a partial state of so many KV splits; before a piece stand the highest score, the sum of weights
-    // and how many KV splits there are.
+    // Stores four columns of the partial state of `splits` KV splits, by relaxed stores. Each piece begins with the
+    // highest score, the sum of weights and the number of splits.
     DEVICE void keep(int split, int splits, int column, const Part& part) const {
         float* to = at(split, column);
         if (column % PIECE == 0) store_relaxed16(to, {word(part.highest), word(part.total), uint32_t(splits), 0});
         store_relaxed16(to + PARTIAL_HEAD + column % PIECE,
             {word(part.sums[0]), word(part.sums[1]), word(part.sums[2]), word(part.sums[3])});
     }
-    // What has come of four columns.
+    // Four columns of a partial state as they were loaded; there: whether all words had been stored.
     struct Seen {
         Words4 head, sums;
         bool there;
@@ -57,7 +58,7 @@ template <int WIDE> struct Partials {
         s.there = s.head.x && s.head.y && s.head.z && s.sums.x && s.sums.y && s.sums.z && s.sums.w;
         return s;
     }
-    // Once all lanes have seen what they wait for.
+    // Resets a partial state to zero. Precondition: all lanes of the warp have loaded what they wait for.
     DEVICE void forget(const Seen& s, int split, int column) const {
         if (!s.there) return;
         if (column % PIECE == 0) store_relaxed16(at(split, column), {0, 0, 0, 0});

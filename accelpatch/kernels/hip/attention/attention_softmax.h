@@ -3,16 +3,16 @@
 #include "attention_stage.h"
 #include "attention_stream.h"
 
-// What a lane's queries may see of a segment.
+// Which slots of a segment each of a lane's queries may see.
 template <class T, int WIDE> struct View {
     using Tile = CacheTile<T>;
     const HeadStager<T, WIDE>& stager;
-    const Words4* query;  // of shared memory: what the lane gives to products with keys
-    // The queries' slots, and the ones before the first that they see.
+    const Words4* query;  // in shared memory: the lane's operands of products with keys
+    // own: the slots of the queries; least: the slot before the first that each sees.
     int own[Tile::QUERIES_PER_LANE], least[Tile::QUERIES_PER_LANE];
-    int slot;                                    // of the row's first new token
-    bool windowed, several;                      // several: new tokens, of which one may see another
-    const float* scale[Tile::QUERIES_PER_LANE];  // of the queries, where they have any; staged behind the view
+    int slot;                                    // the slot of the row's first new token
+    bool windowed, several;                      // several: there are several new tokens, of which one may see another
+    const float* scale[Tile::QUERIES_PER_LANE];  // the queries' scales, where they have any; staged after this is made
     DEVICE float query_scale(int which) const { return QueryForm<T>::SCALED ? *scale[which] : 1.f; }
     DEVICE View(const AttentionArgs& a, const HeadStager<T, WIDE>& stager, const Segment& s)
         : stager(stager),
@@ -31,21 +31,21 @@ template <class T, int WIDE> struct View {
     }
 };
 
-// What a warp knows of up to 8 queries over its tiles of a KV split: of each of the lane's own the highest score and
-// the sum of its weights, and the weighted sums of values. SOLE: there is but one query.
+// A warp's partial softmax state of up to 8 queries over its tiles of a KV split: the highest score and the sum of
+// weights of each of the lane's queries, and the weighted sums of values. SOLE: there is only one query.
 template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHEDULE> struct Softmax {
     using Stream = CacheStream<T, WIDE, BUFFER_BYTES, ONCE, SCHEDULE>;
     using Tile = CacheTile<T>;
     using Values = ValueMma<T, Stream::SETS, SOLE>;
     static constexpr int SETS = Stream::SETS;
     static constexpr int OWN = SOLE ? 1 : Tile::QUERIES_PER_LANE;
-    static DEVICE constexpr bool wanted(int i) { return Tile::which(i) < OWN; }  // whether a score is
+    // Whether score i belongs to one of the lane's queries.
+    static DEVICE constexpr bool wanted(int i) { return Tile::which(i) < OWN; }
     float top[OWN], total[OWN], sums[SETS][Tile::PARTS][4];
-    // The weight of a query's own slot, whose value is added to all others by Adder; negative where another lane has
-    // it.
+    // The weight of a query's own slot, whose value Adder adds; negative where another lane has it.
     float own[OWN];
 
-    // begin: of the KV split.
+    // Computes the state over a KV split, which begins at slot `begin`. Precondition: all lanes of the warp call it.
     DEVICE void split(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, int begin) {
         static_assert(ROUNDS == 2, "two tiles of keys, two of values");
         float s[ROUNDS][4] = {};
@@ -62,7 +62,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
             for (int i = 0; i < 4 * ROUNDS; ++i)
                 if (Tile::which(i % 4) == n) top[n] = larger(top[n], s[i / 4][i % 4]);
             top[n] = Tile::over_lanes(top[n], larger);
-            const float base = top[n] == -INFINITY ? 0.f : top[n];  // nothing was seen: all weights are zero
+            const float base = top[n] == -INFINITY ? 0.f : top[n];  // no visible slot: all weights are zero
 #pragma unroll
             for (int i = 0; i < 4 * ROUNDS; ++i)
                 if (Tile::which(i % 4) == n) total[n] += s[i / 4][i % 4] = fast_exp2(s[i / 4][i % 4] - base);
@@ -84,7 +84,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
         add_values<3>(a, stream, view, begin + tile_at(1), given[1], s[1], values);
         values.finish();
     }
-    // Of codes: the scales of a lane's slots, of keys and values.
+    // For caches of codes: the scales of the keys and values of a lane's slots.
     struct SlotScales {
         uint32_t both[ROUNDS][4];
         DEVICE explicit SlotScales(const Stream& stream) {  // all lanes call it
@@ -97,7 +97,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
         DEVICE float key(int round, int i) const { return Bf16::up(both[round][Tile::first_of_slot(i)]); }
         DEVICE float value(int round, int i) const { return Bf16::up_high(both[round][Tile::first_of_slot(i)]); }
     };
-    // Scores to the base 2 of a tile, of whose slots some are given.
+    // The scores of a tile, in units of log2. given: a bit for each slot that is visible.
     template <int ROUND>
     DEVICE void keys(const AttentionArgs& a, Stream& stream, const View<T, WIDE>& view, int slot, float* s,
         uint32_t given, const SlotScales& scales) {
@@ -106,7 +106,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
         stream.wait();
         if (seen_tile(a, view.slot, slot)) {
             if (slot + TILE > view.slot) stream.template put_new<ROUND>(slot, view.slot, view.stager);
-            warp_sync();  // all lanes' copies have come
+            warp_sync();  // all lanes' copies have arrived
 #pragma unroll
             for (int i = 0; i < Stream::KEY_PIECES; ++i) {
                 const auto q = scores.query(view.query, Stream::query_chunk(i));
@@ -115,7 +115,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
                 for (int h = 0; h < ROWS_PER_LANE; ++h) k[h] = stream.key(ROUND, h, i);
                 scores.add(q, k);
             }
-            warp_sync();  // before others' places take new tiles
+            warp_sync();  // all lanes have read the tile that after() overwrites
         }
         stream.template after<ROUND>();
         if (SHARED_STAGES && !seen_tile(a, view.slot, slot)) {
@@ -127,7 +127,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if (!wanted(i)) continue;
-            s[i] = rounded_multiply(scores.score(i), a.scaling);  // in each of the kernels alike
+            s[i] = rounded_multiply(scores.score(i), a.scaling);  // rounded alone: the same bits in all kernels
             if constexpr (CODED<T>)
                 s[i] = rounded_multiply(s[i], rounded_multiply(scales.key(ROUND, i), view.query_scale(Tile::which(i))));
         }
@@ -153,13 +153,13 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
             if (RARELY(!CODED<T> && ~given & (new_ones ? (1u << max(view.slot - slot, 0)) - 1 : 0xffffu)))
                 stream.template hide<STAGE>(given);
             if (RARELY(new_ones && view.several)) stream.template put_new<STAGE>(slot, view.slot, view.stager);
-            warp_sync();  // all lanes' copies have come
+            warp_sync();  // all lanes' copies have arrived
             value_mma.add(stream.values(STAGE), Stream::CHUNKS, weights);
-            warp_sync();  // before others' places take new tiles
+            warp_sync();  // all lanes have read the tile that after() overwrites
         }
         stream.template after<STAGE>();
     }
-    // Into shared memory: [query][warp].
+    // Stores the state in shared memory, [query][warp]. A barrier must follow before others read it.
     DEVICE void leave(float* states, float* tops, int queries) const {
         const int warp = threadIdx.x / WARP_SIZE;
 #pragma unroll

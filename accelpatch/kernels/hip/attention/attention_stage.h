@@ -1,10 +1,9 @@
-// Rows of q, k and v on their way from the product before: norm and rotary embedding, rounded where transformers
-// rounds.
+// Stages rows of q, k and v of the linear layer before: norm and rotary embedding, rounded where transformers rounds.
 #pragma once
 #include "attention_mma.h"
 
-// Of float32 radians. Quarter circles are taken off in three parts (Cody and Waite 1980); the polynomials are those of
-// Moshier's Cephes.
+// Cosine and sine of float32 radians. Quarter circles are subtracted in three parts (Cody and Waite 1980); the
+// polynomials are those of Moshier's Cephes.
 DEVICE void cos_sin(float angle, float& cosine, float& sine) {
     const float quarters = floorf(fmaf(angle, .6366197723675814f, .5f));
     float x = fmaf(quarters, -1.5703125f, angle);
@@ -33,9 +32,9 @@ template <class T> DEVICE void stage_angles(const AttentionArgs& a, float* angle
 // A head's row, a few columns a lane; columns past its end are zero.
 template <class T, int WIDE> struct HeadRow {
     static constexpr int EACH = WIDE / WARP_SIZE;
-    uint32_t own[EACH], other[EACH];  // a column, and the one that it is rotated with
+    uint32_t own[EACH], other[EACH];  // the bits of a column, and of the column that it is rotated with
     static DEVICE int column(int e) { return lane_id() + e * WARP_SIZE; }
-    // What the columns and those rotated with them are multiplied by; of those that are not rotated, nothing.
+    // The factors of the columns and of those that they are rotated with. Unused for columns that are not rotated.
     struct Angles {
         float own[EACH], other[EACH];
         DEVICE Angles(const AttentionArgs& a, const float* angles) {
@@ -52,7 +51,7 @@ template <class T, int WIDE> struct HeadRow {
         const int half = int(a.rotary_dim) / 2;
         return d < half ? d + half : d < 2 * half ? d - half : d;
     }
-    // late: words may be so.
+    // late: the kernel before may not have stored all words yet; those that are SENTINEL are loaded again.
     DEVICE HeadRow(const AttentionArgs& a, const uint16_t* from, bool both, bool late) {
         load(a, from, both);
         if (LAUNCHES_OVERLAP && late)
@@ -76,7 +75,8 @@ template <class T, int WIDE> struct HeadRow {
         const float w = T::up(d < int(a.size) ? weight[d] : 0u), value = T::up(bits) * factor;
         return T::down(a.plus_one ? value * (w + 1.f) : T::up(T::down(value)) * w);
     }
-    // `weight`: of the norm, or null.
+    // Applies the norm with `weight`, unless it is null, and the rotary embedding. Precondition: all lanes of the warp
+    // call it.
     DEVICE void rotate(const AttentionArgs& a, const uint16_t* weight, const Angles& angles) {
         if (weight) {
             float squares = 0.f;
@@ -101,7 +101,7 @@ template <class T, int WIDE> struct HeadRow {
         for (int e = 0; e < EACH; ++e)
             if (column(e) < columns) reinterpret_cast<uint16_t*>(into)[column(e)] = static_cast<uint16_t>(own[e]);
     }
-    // The largest number without its sign; of a row that is not all numbers, none.
+    // The largest magnitude; NaN for a row with NaN. Precondition: all lanes of the warp call it.
     DEVICE float largest() const {
         float most = 0.f, odd = 0.f;
 #pragma unroll
@@ -113,7 +113,7 @@ template <class T, int WIDE> struct HeadRow {
             most = fmaxf(most, lane_xor(most, step)), odd += lane_xor(odd, step);
         return most + odd;
     }
-    // The numbers become codes; returns their scale. A row that is not all numbers has a scale that is none.
+    // Quantises the row; returns the scale. A row with NaN has scale NaN.
     DEVICE uint16_t encode() {
         const uint32_t scale = Bf16::down(largest() / T::Codes::LARGEST);
         const float by = Bf16::up(scale);
@@ -122,7 +122,7 @@ template <class T, int WIDE> struct HeadRow {
         for (int e = 0; e < EACH; ++e) own[e] = fit ? T::Codes::rounded(T::up(own[e]) / by) : 0u;
         return static_cast<uint16_t>(scale);
     }
-    // A query as products with codes take it, and behind it its scale.
+    // Stores a query in the form that matrix instructions with codes take, followed by its scale.
     DEVICE void leave_scaled(char* into) const {
         const float scale = QueryForm<T>::scale(largest()), by = 1.f / scale;
         const bool fit = scale > 0x1p-100f && scale < INFINITY;
@@ -138,14 +138,14 @@ template <class T, int WIDE> struct HeadRow {
     }
 };
 
-// What a block's segments need of the product before: the queries of a head, and its new keys and values.
+// Stages what a block's segments need of the linear layer before: the queries of a head, and its new keys and values.
 template <class T, int WIDE> struct HeadStager {
     using Angles = typename HeadRow<T, WIDE>::Angles;
     static constexpr int STRIDE = WIDE * 2 + 16;  // bytes of a row
     const AttentionArgs& a;
     const AttentionPlan& plan;
     char* shared;
-    const bool words;  // of q and k say themselves whether they have come
+    const bool words;  // whether words of q and k are SENTINEL until they are stored, and have to be waited for
     int row = -1;
 
     DEVICE char* query(int q) const { return shared + plan.queries_at + q * STRIDE; }
@@ -161,21 +161,22 @@ template <class T, int WIDE> struct HeadStager {
     template <class PIECE> DEVICE PIECE fresh_piece(int token, int value, int chunk) const {
         return reinterpret_cast<const PIECE*>(fresh(token, value))[chunk];
     }
-    // Of codes: where a new key's or value's scale lies; those of a token, the value's in the upper half. The value of
-    // a lone token comes later, and is added by itself.
+    // For caches of codes: where the scale of a new key or value is; and both scales of a token, the value's in the
+    // upper half. The value of a single token comes later, and is added by itself.
     DEVICE uint16_t* fresh_scale(int token, int value) const {
         return reinterpret_cast<uint16_t*>(fresh(token, value) + WIDE * 2);
     }
     DEVICE uint32_t fresh_scales(int token) const {
         return *fresh_scale(token, 0) | (a.tokens > 1 ? uint32_t(*fresh_scale(token, 1)) << 16 : 0u);
     }
-    DEVICE void switch_to(int other) {  // a row's angles; they need nothing of the kernel before
+    // Stages a row's angles, which do not depend on the kernel before. It ends with a barrier.
+    DEVICE void switch_to(int other) {
         if (other == row) return;
         row = other;
         stage_angles<T>(a, angles(0), row);
         __syncthreads();
     }
-    // One row of a segment's: of a query, or of a new key or value.
+    // One row of a segment: a query, or a new key or value.
     struct Task {
         const uint16_t *from, *norm;
         char *into, *kept;                   // shared memory; the cache, or null
@@ -201,7 +202,8 @@ template <class T, int WIDE> struct HeadStager {
         }
         return t;
     }
-    // Into shared memory, and a new key or value into the cache, by every block of the head alike.
+    // Stores a row in shared memory, and a new key or value in the cache as well: every block of the head stores the
+    // same.
     DEVICE void leave(HeadRow<T, WIDE>& row, const Task& t) const {
         if constexpr (CODED<T>) {
             if (t.fresh_scale) {
@@ -217,10 +219,10 @@ template <class T, int WIDE> struct HeadStager {
         row.leave(t.into, WIDE);
         if (t.kept) row.leave(t.kept, int(a.size));
     }
-    // All threads call it, and may read what it left when it returns. `first`: the warp's task(), `rotation` its
-    // angles.
+    // Stages a segment's rows. Precondition: all threads of the block call it. It ends with a barrier: the rows are
+    // visible to all threads when it returns. first: the warp's task(); rotation: its angles.
     DEVICE void stage(const Segment& s, Task first, Angles rotation) {
-        // Where the kernel before signals, the value behind the last key comes later.
+        // Where the kernel before signals q and k, the new token's value is not there yet (wait_for_value).
         const int tasks = queries(s) + (a.consumer ? 1 : 2 * int(a.tokens));
         for (int i = threadIdx.x / WARP_SIZE; i < tasks;) {
             HeadRow<T, WIDE> row(a, first.from, first.rotated, words);
@@ -230,13 +232,14 @@ template <class T, int WIDE> struct HeadStager {
         }
         __syncthreads();
     }
-    // The value of the one new token, by one warp.
+    // Stages the value of the single new token, by the calling warp.
     DEVICE void stage_value(const Segment& s) const {
         const Task t = task(s, queries(s) + 1);
         HeadRow<T, WIDE> row(a, t.from, false, false);
         leave(row, t);
     }
-    // Behind the last KV split, which begins at slot `begin`: the kernel before has to end at last.
+    // After the last KV split, which begins at slot `begin`: waits for the end of the kernel before, then stages the
+    // new token's value where its slot is in this split. Precondition: all threads call it, and a barrier follows.
     DEVICE void wait_for_value(const Segment& s, int begin, int warp) const {
         grid_wait();
         if (begin + KV_SPLIT > s.slot && warp == WARPS - 1) stage_value(s);

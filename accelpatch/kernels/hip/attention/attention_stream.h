@@ -1,6 +1,6 @@
-// The cache's way to the matrix unit: of each KV split a warp's tiles of keys, then those of values: four stages. On
-// NVIDIA a multi-stage buffer in shared memory, lines of it copied by neighbouring lanes and read by all; on AMD
-// registers, one tile ahead, of what the lane needs.
+// Loads keys and values of the cache for the matrix unit. A warp has four stages of each KV split: its tiles of keys,
+// then those of values. On NVIDIA they go through a multi-stage buffer in shared memory, into which neighbouring lanes
+// copy whole lines that all lanes read; on AMD each lane loads what it needs into registers, one tile ahead.
 #pragma once
 #include <type_traits>
 
@@ -31,13 +31,14 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
     const Geometry& all;
     char* stage_buffer;
     SCHEDULE schedule;
-    // Of the KV split that is asked for; KV splits left of its segment; the buffer's slot; the row's.
+    // begin: the first slot of the KV split that is prefetched next. left: KV splits left of its segment. place: the
+    // stage of the buffer. own: the row's first new slot.
     int begin = 0, left = 0, place = 0, own = 0;
-    int64_t row = 0, head = 0, at = 0;  // elements before the mask's row, and the head's scales and keys
-    int64_t masks[MASKS];               // a slot of the warp's tiles of a KV split to each of 32 lanes
-    uint32_t scales[MASKS];             // of codes: of that slot's key, and of its value in the upper half
-    uint32_t scale = 0;                 // the same of the KV split that is added up; zero where nothing is given
-    Words4 held[SHARED_STAGES ? 1 : 2][SHARED_STAGES ? 1 : PIECES];
+    int64_t row = 0, head = 0, at = 0;  // element offsets of the mask's row, of the head's scales and of its keys
+    int64_t masks[MASKS];               // of each KV split: the mask of one slot of the warp's tiles a lane
+    uint32_t scales[MASKS];             // for codes: the scale of that slot's key, and of its value in the upper half
+    uint32_t scale = 0;                 // the same for the KV split that is being computed; zero for hidden slots
+    Words4 in_registers[SHARED_STAGES ? 1 : 2][SHARED_STAGES ? 1 : PIECES];
 
     DEVICE CacheStream(const AttentionArgs& a, const AttentionPlan& plan, const Geometry& all, const SCHEDULE& behind,
         const Segment& s, char* shared)
@@ -50,8 +51,8 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
         first<0>();
         if constexpr (LAUNCHES_OVERLAP && ONCE) bring<DEPTH % 4>();
     }
-    // The stage behind the multi-stage buffer comes into L2, where the block's first segment goes on behind that KV
-    // split: memory would lie idle until the kernel before has ended. Copies that leave L2 first leave it there; more
+    // Prefetches the stage after those of the multi-stage buffer into L2, where the block's first segment has a further
+    // KV split: memory would idle until the kernel before has ended. Evict-first copies leave it there; more
     // of it is slower for most caches.
     template <int STAGE> DEVICE void bring() const {
         const int slot = begin + tile_at(STAGE % 2);
@@ -66,9 +67,10 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
     template <int STAGE> DEVICE void first() {
         if constexpr (STAGE < DEPTH) prefetch<STAGE % 4, STAGE / 4, !FIRST_KNOWN || (STAGE > 0)>(), first<STAGE + 1>();
     }
-    // Asks for what is DEPTH stages behind, into the slot of the stage that was read last.
+    // Prefetches the stage that is DEPTH stages later, into the buffer's stage that was read last. Precondition: all
+    // lanes have read it.
     template <int STAGE> DEVICE void after() { prefetch<(STAGE + DEPTH) % 4, MASKS - 1, true>(); }
-    // MORE: a segment may have to be begun.
+    // MORE: the current segment may be at its end, and the next may have to be fetched from the schedule.
     template <int STAGE, int MASK, bool MORE> DEVICE void prefetch() {
         if (Segment s; MORE && STAGE == 0 && RARELY(left == 0 && (!SHARED_STAGES || schedule.more())) &&
                        schedule.next(s, a, plan, all))
@@ -87,8 +89,8 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
         if (!CODES || slot >= own) return 0;
         return uint32_t(a.key_scales[head + slot]) | uint32_t(a.value_scales[head + slot]) << 16;
     }
-    // FULL: all of the tile is cached, and a head fills its columns; else what is missing is zero. The code of a
-    // multi-stage buffer has no room for both: instructions that are jumped over delay those behind them.
+    // FULL: all slots of the tile are cached and the head size is WIDE; else what is missing is zero. With a
+    // multi-stage buffer only the general form is compiled: instructions that are jumped over delay those after them.
     template <int STAGE, bool FULL> DEVICE void copy(int slot) {
         constexpr bool VALUE = STAGE / 2;
         const int cached = FULL ? TILE : own - slot, size = FULL ? WIDE : int(a.size),
@@ -123,8 +125,8 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
         if constexpr (SHARED_STAGES) return lane_id() % CHUNKS;
         else return (VALUE ? Tile::value_chunk() : fragment_quarter()) + chunks_after<VALUE>(i);
     }
-    // The slots of a KV split that are given, a bit each of the warp's tiles': shown by the mask, or new, and in some
-    // token's window. Once a KV split, of a row whose first new token has the slot `cached`.
+    // Which slots of the warp's tiles of a KV split are visible, a bit each: shown by the mask, or new, and in some
+    // token's window. Precondition: all lanes call it, once a KV split. cached: the slot of the row's first new token.
     template <class STAGER> DEVICE uint32_t given(int split, int cached, const STAGER& stager) {
         const int slot = split + masked_at();
         const bool fresh = slot >= cached && slot < cached + int(a.tokens);
@@ -140,7 +142,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
         return float_to_bits(from_lane(bits_to_float(scale), round * TILE + Tile::slot(i)));
     }
     static DEVICE int masked_at() { return tile_at(lane_id() / TILE % 2) + lane_id() % TILE; }
-    // Where a slot has four chunks, two of them fill the banks.
+    // The swizzle of a slot's chunks. Where a slot has four chunks, two slots fill the banks.
     static DEVICE constexpr int mixed(int slot) {
         if constexpr (CHUNKS < 8) return slot >> 1 & 3;
         else return Tile::mixed(slot);
@@ -149,25 +151,26 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
         if constexpr (SHARED_STAGES)
             return reinterpret_cast<char*>(
                 tile() + i * WARP_SIZE + (lane_id() ^ mixed(lane_id() / CHUNKS) ^ mixed(i * WARP_SIZE / CHUNKS)));
-        else return reinterpret_cast<char*>(held[stage % 2]) + i * PIECE_BYTES<VALUE>;
+        else return reinterpret_cast<char*>(in_registers[stage % 2]) + i * PIECE_BYTES<VALUE>;
     }
     DEVICE Words4* tile() { return reinterpret_cast<Words4*>(stage_buffer + place * TILE_BYTES); }
-    // What a lane gives to a product, the i-th of a slot: four lanes' chunks follow each other; of an odd one they lie
-    // before those of the even one for half of the slots.
+    // A lane's operand of the i-th matrix product of a slot. The chunks of four lanes follow each other; for half of
+    // the slots those of an odd product lie before those of the even one.
     DEVICE Words4 key(int stage, int h, int i) {
         if constexpr (SHARED_STAGES)
             return tile()[fragment_row(h) * CHUNKS + i / 2 * 8 +
                           (fragment_quarter() ^ mixed(fragment_row(0)) ^ i % 2 * 4)];
-        else return held[stage % 2][h * KEY_PIECES + i];
+        else return in_registers[stage % 2][h * KEY_PIECES + i];
     }
-    // Which chunk of a query belongs to what key() gives.
+    // Which chunk of a query is multiplied by the operand that key() gives.
     static DEVICE int query_chunk(int i) { return 4 * i + fragment_quarter(); }
     DEVICE const Words4* values(int stage) {
         if constexpr (SHARED_STAGES) return tile();
-        else return held[stage % 2];
+        else return in_registers[stage % 2];
     }
-    // The new slots' keys or values into their tile, whichever lane's they are: all lanes' copies have come, and all
-    // wait. cached: the first new token's slot.
+    // Writes the keys or values of new tokens into their tile. Precondition: all lanes call it, after their copies of
+    // the tile have arrived. With shared stages a warp barrier before and one after order it with other lanes' copies
+    // and reads. cached: the slot of the first new token.
     template <int STAGE, class STAGER> DEVICE void put_new(int slot, int cached, const STAGER& stager) {
         constexpr bool VALUE = STAGE / 2;
         if constexpr (SHARED_STAGES) {

@@ -1,11 +1,12 @@
-// Results of warps on their way to y, added up in an order that never depends on who adds.
+// Reduction of the warps' partial softmax states, and of those of KV splits, to y. The order of the sums never depends
+// on which warp or block computes them.
 #pragma once
 #include "attention_partials.h"
 
-// One query's results of all warps, by one warp, and on from there: into y where there is but one KV split, else to
-// what they are added up with.
+// Reduces one query's states of all warps, in one warp, and stores the result in y where there is only one KV split;
+// else passes it up the reduction tree.
 template <class T, int WIDE> struct Adder {
-    // Columns that all lanes have at once, and how many times so many a head has.
+    // Columns that the lanes of a warp have at once, and how many such strips a head has.
     static constexpr int COLUMNS = WARP_SIZE * 4, STRIPS = (WIDE + COLUMNS - 1) / COLUMNS;
     const AttentionArgs& a;
     const Segment& s;
@@ -23,7 +24,7 @@ template <class T, int WIDE> struct Adder {
         partials.memory =
             a.partials + int64_t(s.head * plan.queries + q) * (int(a.splits) * (WIDE / PIECE * PIECE_FLOATS));
     }
-    // What sums are multiplied by at the end. A sink is one more score, whose value is zero.
+    // The factor of the sums at the end. A sink is a further score, whose value is zero.
     DEVICE float inverse_of(const Part& part) const {
         if (!a.sinks) return fast_reciprocal(part.total);
         const float sink = a.sinks[head] * 1.44269504f, most = fmaxf(part.highest, sink),
@@ -37,11 +38,12 @@ template <class T, int WIDE> struct Adder {
             *reinterpret_cast<uint32_t*>(y + column + i) =
                 T::down_pair((part.sums[i] + 0.f) * inverse, (part.sums[i + 1] + 0.f) * inverse);
     }
-    // value: of the query's own slot, which warp `owner` has seen; null where that is not in the KV split. level_sums:
-    // memory of the query's.
+    // Reduces a KV split. Precondition: all lanes of the warp call it, and a barrier has made the warps' states
+    // visible. value: of the query's own slot, whose score warp `owner` has; null where that slot is not in the KV
+    // split. level_sums: the query's memory for level sums.
     DEVICE void add(const float* states, const float* tops, int split, const char* value, int owner, float* level_sums,
         int levels) const {
-        float one[STRIPS][WARPS][4], known[2 * WARPS];  // all are under way before the first is needed
+        float one[STRIPS][WARPS][4], known[2 * WARPS];  // all loads are started before the first is needed
 #pragma unroll
         for (int w = 0; w < WARPS; w += 2) load_floats<4>(known + 2 * w, tops + 2 * w);
 #pragma unroll
@@ -76,7 +78,8 @@ template <class T, int WIDE> struct Adder {
         }
         if (!s.single()) pass(split, parts, level_sums, levels);
     }
-    // What the block before has of the tree becomes this block's: a subtree of each size that its KV splits give.
+    // Takes over the levels of the tree that the block before has computed, one subtree of each size. It spins until
+    // that block has stored them. Precondition: all lanes of the warp call it; it ends with a warp barrier.
     DEVICE void go_on(float* level_sums) const {
 #pragma unroll 1
         for (int splits = 1; splits <= s.split; splits *= 2, level_sums += LEVEL_FLOATS<WIDE>) {
@@ -94,8 +97,8 @@ template <class T, int WIDE> struct Adder {
         }
         warp_sync();
     }
-    // A KV split's result goes up the tree as far as the block has all of a subtree's KV splits; where more of a parent
-    // comes, it waits for it.
+    // Passes a KV split's state up the tree, as far as this block has all KV splits of a subtree. Where the block has
+    // more of the parent still to compute, the state waits in level_sums.
     DEVICE void pass(int split, Part* parts, float* level_sums, int levels) const {
         const bool alone = s.alone(levels);
         const int from = s.second_of_pair(levels) ? s.first : s.split, most = s.most(levels);
@@ -133,12 +136,13 @@ template <class T, int WIDE> struct Adder {
     }
 };
 
-// Whether this block brings the last of what is counted, `mine` of `due`; what the others brought is then in memory.
-// Every thread calls it. word: of shared memory, that nobody else uses between the barriers around it.
+// Counts `mine` of `due` partial states; whether these were the last. If so, what all other blocks have stored is
+// visible. Precondition: every thread of the block calls it. It has two barriers. word: in shared memory, which nothing
+// else uses between them.
 DEVICE bool last_of(int32_t* counter, int mine, int due, char* word) {
     volatile int* flag = reinterpret_cast<int*>(word);
     publish();
-    __syncthreads();  // all warps' partial states are out
+    __syncthreads();  // all warps have published their partial states
     if (threadIdx.x == 0) {
         const bool last = count_up(counter, mine) + mine == due;
         if (last) *counter = 0;  // for the next launch
@@ -148,8 +152,9 @@ DEVICE bool last_of(int32_t* counter, int mine, int due, char* word) {
     return *flag;
 }
 
-// What a head's blocks have brought is added up: by all of them, each some of the columns, as the partial states come;
-// or by the last one, where blocks do not wait for each other. warp: which of the block's comes to it.
+// Reduces the partial states that a head's blocks have stored. Each of these blocks reduces some of the columns, and
+// spins until the states arrive; where blocks cannot wait for each other, the last block reduces all. warp: the number
+// of the calling warp.
 template <class T, int WIDE>
 DEVICE void add_splits(const AttentionArgs& a, const Segment& s, const AttentionPlan& plan, int queries, int part,
     int parts, bool halves, int warp) {

@@ -67,7 +67,7 @@ def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device, cache: st
 
 
 def _codes_why_not(shape: AttentionShape, dtype: torch.dtype, cache: str) -> str | None:
-    """Why no kernel of the library reads such a cache beside this dtype; None where one does."""
+    """Why no kernel of the library reads such a cache in a model of this dtype; None where one does."""
     if cache not in LARGEST or dtype != torch.bfloat16:
         return f"it takes a cache in int8 or fp8 beside bfloat16, not one in {cache} beside {dtype}"
     return None if shape.size % 16 == 0 else f"over a cache in {cache} it takes heads of a multiple of 16 columns"
@@ -132,7 +132,7 @@ def arguments(
     partials = heads * min(queries, QUERIES) * splits * _columns(shape.size) // PIECE * (PARTIAL_HEAD + PIECE)
     zeros = shape.memory.first(counters + partials, qkv.device)
     (codes, *key_scales), (value_codes, *value_scales) = tensors_of(keys), tensors_of(values)
-    held = {
+    tensors = {
         "qkv": qkv, "positions": positions, "slot": slot, "mask": mask, "keys": codes, "values": value_codes, "y": y,
         "key_scales": next(iter(key_scales), None), "value_scales": next(iter(value_scales), None),
         "partials": zeros[counters:], "finished": zeros,
@@ -141,7 +141,7 @@ def arguments(
     }  # fmt: skip
     cap = shape.softcap > 0
     return AttentionArgs(
-        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in held.items()},
+        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()},
         following_bytes=0 if following is None else following.nbytes,
         rows=rows, tokens=tokens, capacity=capacity, heads=shape.heads, kv_heads=shape.kv_heads, size=shape.size,
         rotary_dim=shape.rotary_dim, window=shape.window, splits=splits, rope_scaling=shape.rope_scaling,

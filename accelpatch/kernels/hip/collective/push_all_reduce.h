@@ -29,7 +29,7 @@ struct PushArgs {
     int32_t patience;  // how often a thread looks for the others' words; 0: for ever
 };
 
-struct F32 {};  // beside Bf16 and F16
+struct F32 {};  // a third dtype, in addition to Bf16 and F16
 template <class T> struct Vector {
     static constexpr int COUNT = 8;
     static DEVICE void up(const Words4& v, float* out) { unpack<T>(v, out); }
@@ -51,7 +51,7 @@ DEVICE bool has_sentinel(const Words4& v) {
 DEVICE uint32_t sendable(uint32_t word) { return word == SENTINEL_WORD ? 0x7fff7fffu : word; }
 DEVICE Words4 sendable(const Words4& v) { return {sendable(v.x), sendable(v.y), sendable(v.z), sendable(v.w)}; }
 
-// The place of a vector from rank `from` in a rank's memory.
+// Where a vector from rank `from` goes in a rank's memory.
 DEVICE Words4* place(const PushArgs& a, void* memory, int slot, int from, int at) {
     return static_cast<Words4*>(memory) + (int64_t(slot) * a.world + from) * (MOST_BLOCKS * VECTORS) + at;
 }
@@ -61,8 +61,8 @@ template <class T, int RANKS> DEVICE void push_and_add(const PushArgs& a, int bl
     using V = Vector<T>;
     const int at = block * VECTORS + int(threadIdx.x), rank = a.rank;
     const bool there = at < a.vectors;
-    grid_wait();     // behind it everything before this launch is done, for those that begin early behind it too
-    grid_release();  // they may read their weights while this one waits
+    grid_wait();     // all earlier launches have ended; so they have for a launch that begins early after this one
+    grid_release();  // the next launch may prefetch its weights while this one waits
     const int slot = int(load_activation4(a.slots + block)), last = slot == 0 ? SLOTS - 1 : slot - 1;
     void* here = a.memory[0];
 #pragma unroll
@@ -79,7 +79,7 @@ template <class T, int RANKS> DEVICE void push_and_add(const PushArgs& a, int bl
     for (int r = 0; r < RANKS; ++r)
         if (r < a.world && r != rank) store_system16(place(a, here, last, r, at), sentinels);
     if (there) {
-        const Words4 beside = load_activation16(static_cast<const Words4*>(a.residual) + at, a.residual != nullptr);
+        const Words4 residual = load_activation16(static_cast<const Words4*>(a.residual) + at, a.residual != nullptr);
 #pragma unroll 1
         for (int looks = 1;; ++looks) {
             bool missing = false;
@@ -104,11 +104,11 @@ template <class T, int RANKS> DEVICE void push_and_add(const PushArgs& a, int bl
             for (int i = 0; i < V::COUNT; ++i) sum[i] += more[i];
         }
         if (a.residual) {
-            V::up(beside, more);
+            V::up(residual, more);
             for (int i = 0; i < V::COUNT; ++i) sum[i] += more[i];
         }
         static_cast<Words4*>(a.y)[at] = V::down(sum);
     }
-    __syncthreads();  // all have read the slot's number
+    __syncthreads();  // all threads have read the slot's number
     if (threadIdx.x == 0) a.slots[block] = slot == SLOTS - 1 ? 0 : slot + 1;
 }

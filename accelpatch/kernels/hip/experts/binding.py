@@ -126,10 +126,10 @@ def experts(
         Stack(*(None if part is None else part.contiguous() for part in one))  # type: ignore[arg-type]
         for one in (up, down)
     )
-    beside = None if residual is None else residual.contiguous()
+    residual_or_none = None if residual is None else residual.contiguous()
     normed = None if norm is None else norm._replace(weight=norm.weight.contiguous())
     with on_device(x):
-        for one in launches(x, routing, up, down, h, y, beside, normed):
+        for one in launches(x, routing, up, down, h, y, residual_or_none, normed):
             entry = _entry(one.function, x.dtype, one.variant, probe(x.device))
             args = (ctypes.byref(one.gemv), ctypes.byref(one.experts), binding.DTYPES.index(x.dtype), one.form)
             binding.check(entry(*args, binding.stream_of(x)), f"accelpatch_{one.function}")
@@ -145,7 +145,7 @@ def launches(
     Both may begin before the kernel before them has ended: the first waits for it before all else.
     """
     (tokens, width), chosen = x.shape, routing.chosen
-    beside: dict[str, Any] = routing.arguments() | {"tokens": tokens, "chosen": chosen, "experts": len(up.w)}
+    routing_arguments: dict[str, Any] = routing.arguments() | {"tokens": tokens, "chosen": chosen, "experts": len(up.w)}
     for stack, source, into, n, k in (
         (up, x, h, chosen * up.n, width), (down, h, y, width, h.shape[1])
     ):  # fmt: skip
@@ -165,7 +165,7 @@ def launches(
             **({} if last or norm is None else _of_norm(norm)),
         )  # fmt: skip
         form = ONE_GROUP if group == own else group
-        yield Launch(function_of(form), offset, gemv, ExpertArgs(**beside, down=int(last)), form)
+        yield Launch(function_of(form), offset, gemv, ExpertArgs(**routing_arguments, down=int(last)), form)
 
 
 def _of_norm(norm: Norm) -> dict[str, Any]:

@@ -12,7 +12,7 @@
 #include "instances.h"
 #include "routing.h"
 
-// Pointers and sizes only, beside GemvArgs.
+// Pointers and sizes only, in addition to GemvArgs.
 struct ExpertArgs {
     const void* ids;      // int32 or int64 [tokens][chosen], or null
     const void* weights;  // of routing, [tokens][chosen], or null

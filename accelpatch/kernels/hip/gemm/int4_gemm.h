@@ -1,11 +1,11 @@
 // y[M, N] = gate(x[M, K] . w[N, K]^T + bias) for 9 to 64 tokens and int4 weights in tiles, in groups of a step (128
 // values) or more.
 //
-// Weights are the first operand of 16-bit float products, 32 rows a warp, tokens the second. A code becomes a float by
-// a mask and an exclusive or; scale, and zero point or minimum, are applied once a step to float32 sums, the latter
-// times the sum of the step's activations, which is a product with ones. Four warps share 128 rows' activations, two
-// groups of four take steps alternately, and the blocks of a cluster a part of K each; sums are added up in a fixed
-// order.
+// Weights are operand A of 16-bit float matrix instructions, 32 rows a warp, tokens operand B. A mask and an exclusive
+// or convert a code to a float. The scale is applied once a step to float32 sums; so is the zero point or the minimum,
+// times the sum of the step's activations, which a product with ones computes. Four warps share the activations of 128
+// rows, two groups of four warps take alternate steps, and each block of a cluster has a part of K. Partial sums are
+// reduced in a fixed order.
 #pragma once
 #include "arch/host.h"
 #include "int4_gemm_output.h"
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) int4_gemm_kernel(con
 #pragma unroll 1
     for (int i = 0; i < stream.stages; ++i) {
         wait_copies<GEMM_STAGES<TOKENS> - 1>();
-        sync();  // all copies of this stage are there, and all warps have left the one before
+        sync();  // all copies of this stage have arrived, and all warps have read the one before
         stream.prefetch(before);
         if (i) total.add_rest(before);
         total.step(stage);
@@ -35,40 +35,42 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) int4_gemm_kernel(con
     }
     sync();
     if (stream.stages) total.add_rest(before);
-    wait_copies<1>();  // also for stages that a short K has not, whose zeros would come over the sums
-    // The sums of all groups of the cluster go over the multi-stage buffer of the block that stores them, a lane's four
-    // cells together.
+    wait_copies<1>();  // also where K has fewer stages: their copies of zeros would overwrite the sums
+    // Reduction: the sums of all groups of the cluster are written into the shared memory of the block that stores
+    // them, over its multi-stage buffer, four sums of a lane together. The first barrier ends all reads of the buffer,
+    // the second makes the sums visible.
     const auto all = [&]() ALWAYS_INLINE { plan.cluster > 1 ? cluster_sync() : __syncthreads(); };
-    const int held = BLOCK_TILES / plan.cluster, sources = STEP_WARPS * plan.cluster;  // held: tiles
+    const int own_tiles = BLOCK_TILES / plan.cluster, sources = STEP_WARPS * plan.cluster;  // own_tiles: of this block
     Words4* box = reinterpret_cast<Words4*>(shared) + lane_id();
     all();
 #pragma unroll
     for (int h = 0; h < WARP_TILES; ++h) {
         const int tile = stream.row_warp * WARP_TILES + h,
-                  at = (rank * STEP_WARPS + stream.step_warp) * held + tile % held;
+                  at = (rank * STEP_WARPS + stream.step_warp) * own_tiles + tile % own_tiles;
 #pragma unroll
         for (int j = 0; j < Sums::COLUMNS; ++j) {
             const float* v = total.y[h][j];
             Words4* into = box + (at * Sums::COLUMNS + total.column(j)) * WARP_SIZE;
-            *(plan.cluster > 1 ? beside(into, tile / held) : into) = {
+            *(plan.cluster > 1 ? in_peer(into, tile / own_tiles) : into) = {
                 float_to_bits(v[0]), float_to_bits(v[1]), float_to_bits(v[2]), float_to_bits(v[3])};
         }
     }
     all();
 #pragma unroll 1
-    for (int item = threadIdx.x / WARP_SIZE; item < held * Sums::COLUMNS; item += WARPS) {
+    for (int item = threadIdx.x / WARP_SIZE; item < own_tiles * Sums::COLUMNS; item += WARPS) {
         float v[4] = {};
         for (int source = 0; source < sources; ++source) {
-            const Words4 one = box[(source * held * Sums::COLUMNS + item) * WARP_SIZE];
+            const Words4 one = box[(source * own_tiles * Sums::COLUMNS + item) * WARP_SIZE];
 #pragma unroll
             for (int i = 0; i < 4; ++i) v[i] += bits_to_float(word_of(one, i));
         }
-        finish<T>(a, plan, rows * BLOCK_TILES + rank * held + item / Sums::COLUMNS,
+        finish<T>(a, plan, rows * BLOCK_TILES + rank * own_tiles + item / Sums::COLUMNS,
             stream.token + item % Sums::COLUMNS * MATRIX_TOKENS, v);
     }
 }
 
-// Blocks that share K: as many as find room at once, two on an SM, with 8 steps each; two where a third has to wait.
+// Blocks that share K: as many as fit the GPU at once, two on an SM, with at least 8 steps each; two where a third of
+// the blocks would otherwise wait for an SM.
 inline int gemm_cluster(const GemvArgs& a, const GemmPlan& p, const DeviceLimits& limits, int64_t groups) {
     if (!limits.clusters) return 1;
     if (a.blocks == 1 || a.blocks == 2 || a.blocks == 4 || a.blocks == 8) return a.blocks;

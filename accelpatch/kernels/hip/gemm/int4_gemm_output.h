@@ -1,8 +1,8 @@
-// Sums on their way to y, for int4_gemm.h: bias, gate, and what is not finite by a plain loop.
+// The epilogue of int4_gemm.h: sums that are not finite are recomputed by a plain loop, then bias and gate.
 #pragma once
 #include "int4_gemm_stream.h"
 
-// One output by a plain loop, for a token with values that are not finite, or too large for sums of codes.
+// One output by a plain loop, for a token with values that are not finite, or too large for sums over codes.
 template <class T> DEVICE float by_values(const GemvArgs& a, const GemmPlan& plan, int tile, int row, int token) {
     const uint16_t* x = static_cast<const uint16_t*>(a.x) + token * a.x_stride;
     const char* codes = static_cast<const char*>(a.w) + int64_t(tile) * plan.steps * TILE_STEP + row * 64;
@@ -22,7 +22,8 @@ template <class T> DEVICE float by_values(const GemvArgs& a, const GemmPlan& pla
     return sum;
 }
 
-// A lane's four sums of a tile and its tokens from `first` on, into y. Under a gate a tile has 8 gates and their 8 ups.
+// Finishes and stores a lane's four sums of a tile, for the tokens from `first` on. With a gate a tile has 8 rows of
+// gate and the 8 rows of up that belong to them. Precondition: all lanes of the warp call it.
 template <class T> DEVICE void finish(const GemvArgs& a, const GemmPlan& plan, int tile, int first, float* sums) {
     const bool gate = a.activation == ACT_SILU_GATE;
     const int n = int(a.n), columns = gate ? n / 2 : n;

@@ -1,33 +1,36 @@
-// A warp's sums of codes times activations, for int4_gemm.h: codes become floats, scales and offsets come behind.
+// A warp's sums of codes times activations, for int4_gemm.h: codes are multiplied as floats, and scales and offsets are
+// applied to the sums.
 #pragma once
 #include "int4_gemm_stream.h"
 
-// What a code u is as a 16-bit float, less u: bf16 holds 128 + u; fp16 would lose too much by 1024, which is taken off.
+// By how much the float of a code u exceeds u: bf16 has 128 + u. The sums of 1024 + u in fp16 would be too inaccurate,
+// so that 1032 is subtracted from each.
 template <class T> constexpr float CODE_BASE = T::BF16 ? 128.f : -8.f;
-// Nibbles i and i + 4 of a word, values 2 i and 2 i + 1.
+// The floats of nibbles i and i + 4 of a word, which are values 2 i and 2 i + 1.
 template <class T> DEVICE uint32_t code_pair(uint32_t word, int i) {
     if constexpr (T::BF16) return masked_xor(word >> 4 * i, 0x000f000fu, 0x43084308u);
     else return pair_fma(masked_xor(word >> 4 * i, 0x000f000fu, 0x64086408u), 0x3c003c00u, 0xe408e408u);
 }
 template <class T> constexpr uint32_t PAIR_OF_ONES = T::BF16 ? 0x3f803f80u : 0x3c003c00u;
-// What is added to a code's value times its scale.
+// What must be added to the float of a code times its scale, for each weight of a group.
 DEVICE float rest_of(int kind, float base, float scale, float offset) {
     const float subtracted = kind == OFFSET_MINIMUM ? base : base + (kind == OFFSET_NONE ? 8.f : offset);
     return fmaf(-subtracted, scale, kind == OFFSET_MINIMUM ? offset : 0.f);
 }
 
-// A warp's sums of 32 rows by all of a block's tokens. Its columns of tokens are counted from its own one, of which it
-// makes the sums of activations for all warps of the group.
+// A warp's sums of 32 rows by all of a block's tokens. It starts with its own column of tokens, whose sums of
+// activations it computes for all warps of the group.
 template <class T, int TOKENS> struct GemmSums {
     static constexpr int COLUMNS = TOKENS / MATRIX_TOKENS;
     const GemvArgs& a;
     const int row_warp;
-    // rest: of the step before, still to be multiplied by the sums of its activations.
+    // rest: what must be added for each weight of the last step, not yet multiplied by the step's sums of activations.
     float y[WARP_TILES][COLUMNS][4] = {}, rest[WARP_TILES][MATRIX_ROWS];
 
     DEVICE GemmSums(const GemvArgs& a, int row_warp) : a(a), row_warp(row_warp) {}
     DEVICE int column(int j) const { return (j + row_warp) % COLUMNS; }
-    // One stage; leaves the sums of this warp's column of activations.
+    // Multiplies one stage, and stores the sums of this warp's column of activations in it. Precondition: all copies of
+    // the stage have arrived, for all warps of the group. A barrier must come before add_rest().
     DEVICE void step(char* stage) {
         const char *weights = stage + row_warp * WARP_BYTES, *tables = weights + TABLES_AT;
         float part[WARP_TILES][COLUMNS][4] = {}, ones[4] = {};
@@ -95,7 +98,7 @@ template <class T, int TOKENS> struct GemmSums {
     static DEVICE float* sums_of(char* stage, int column) {
         return reinterpret_cast<float*>(stage + SUMS_AT<TOKENS>) + column * MATRIX_TOKENS;
     }
-    // What the step before left to do, once its sums of activations are all there.
+    // Adds `rest` times the sums of activations of the last step. Precondition: a barrier of the group since step().
     DEVICE void add_rest(char* stage) {
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j)

@@ -1,13 +1,15 @@
-// The form for more tokens than a block stages in good time: the warps that share a tile's K sit in the blocks of a
-// cluster, so that each block stages only the activations of its own part of K. What a warp computes, and the order in
-// which a tile's sums are added up, are those of gemv_kernel: so are the bits.
+// The kernel for so many tokens that staging all of K would take a block too long. The warps that share a tile are
+// spread over the blocks of a cluster, and each block stages only the activations of its own part of K. What a warp
+// computes, and the order of a tile's reduction, are those of gemv_kernel; so the results are bit for bit the same.
 //
-// Each round another warp of a tile adds up; the others send it theirs, a lane's four sums as 16 bytes, and go on. So
-// does it: it adds up when its own sums of the next round are made, and the partial sums of the others have come.
-// (Where it waited for them at once, it was late with its next sums, for which the next adder then waited.) Each warp
-// adds up a round before it sends the sums of a later one, and between two rounds that a warp adds up, each warp that
-// sends to it adds up one for which that warp has sent: so a slot is empty when it is sent to again. A block may end as
-// soon as its warps have: whatever is sent to it, one of them waits for.
+// Each round another warp of a tile reduces it. The others send it their partial sums, a lane's four as 16 bytes
+// through distributed shared memory, and go on. The reducing warp goes on too: it reduces the tile after it has
+// computed its own sums of the next round. (Waiting at once made it late with these, and the next reducing warp waited
+// for them.)
+//
+// Why a slot is empty when it is sent to again: each warp reduces its round before it sends the sums of a later one;
+// and between two rounds that a warp reduces, each warp that sends to it has itself reduced a round for which that warp
+// had sent. Why a block may end as soon as its warps have: one of them waits for everything that is sent to it.
 #pragma once
 #include <type_traits>
 
@@ -16,7 +18,7 @@
 #include "gemv_kernel.h"
 
 constexpr int DSMEM_SLOT_BYTES = WARP_SIZE * 16;
-// One a warp, one for norms, one for the magnitudes of quantised tokens.
+// One mbarrier a warp, one for the norm's moments, one for the maxima of quantised tokens.
 template <class F> constexpr int MBARRIERS = WARPS + 1 + QUANTIZES_ROWS<F>;
 
 // A sum, float or integer, as the bits of a float and back.
@@ -27,7 +29,7 @@ template <class V> DEVICE V of_bits(float bits) {
     else return bits;
 }
 
-// As sweep(); activations of the warp's stages lie `hop` steps apart, from `at` on.
+// As sweep(), where the activations of the warp's stages are staged `hop` steps apart, from step `at` on.
 template <bool BF16_SCALES, class FLOW, class SUMS>
 DEVICE void sweep_scaled(
     FLOW& stream, SUMS& total, const typename SUMS::Place& place, int from, int end, int at, int hop) {
@@ -39,7 +41,8 @@ DEVICE void sweep_scaled(
     }
 }
 
-// A lane's sums of one tile, which lie in shared memory while the other of two tiles goes through a K tile.
+// Exchanges a lane's accumulators of one tile with those of the other, where two tiles share a staged K tile: the other
+// tile's are parked in shared memory meanwhile. A lane reads only what it stored itself, so that no barrier is needed.
 template <class SUMS> DEVICE void swap_parked(SUMS& sums, char* place) {
     static_assert(sizeof(SUMS) % 16 == 0, "whole words of four");
 #pragma unroll
@@ -52,8 +55,7 @@ template <class SUMS> DEVICE void swap_parked(SUMS& sums, char* place) {
     }
 }
 
-// Sums that are not numbers, because a block saw a value that is not finite (or because the weights are none), made
-// anew.
+// Recomputes sums that are NaN, because an activation or a weight is not finite.
 template <class F, class NORMS>
 DEVICE void mend(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, int tile, float* sum, float* scratch) {
     bool bad = false;
@@ -63,7 +65,7 @@ DEVICE void mend(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, in
 #pragma unroll
     for (int i = 0; i < 4; ++i) scratch[i] = sum[i];
     int first = 0;
-    compute_here(first), compute_here(tile);  // nothing of this is worked out ahead
+    compute_here(first), compute_here(tile);  // keeps the compiler from computing any of this earlier
 #pragma unroll 1
     for (int i = first; i < 4; ++i) {
         const float v = scratch[i];
@@ -75,7 +77,7 @@ DEVICE void mend(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, in
     for (int i = 0; i < 4; ++i) sum[i] = scratch[i];
 }
 
-// Where things lie in shared memory, worked out anew each time: registers are dearer.
+// Addresses in shared memory, computed anew each time to save registers.
 struct ClusterMemory {
     const GemvPlan& plan;
     DEVICE char* at(int place) const {
@@ -94,7 +96,8 @@ struct ClusterMemory {
 template <class F> struct ClusterPlace {
     static_assert(CLUSTER <= 2, "its logarithm");
     const int wb_shift, WK, WB, rank, warp, wb, wk, wn;
-    // A cluster's tiles of a round, and this warp's of those: neighbours where their weights lie together.
+    // A cluster's tiles of a round, and this warp's tile. They are neighbours for formats in tiles, whose weights are
+    // then contiguous.
     const int clusters, cluster, round_tiles, first_tile, own_tile;
     DEVICE ClusterPlace(const GemvPlan& plan)
         : wb_shift(plan.warps_shift - 1),
@@ -112,8 +115,8 @@ template <class F> struct ClusterPlace {
           own_tile(first_tile + wn * (F::TILED ? 1 : clusters)) {}
 };
 
-// A lane's sums of a tile, to the warp that adds it up: number `adder` of the WK that share it. Integers too go as
-// bits.
+// Sends a lane's sums of a tile to the warp that reduces it, number `adder` of the WK that share it; integers as bits.
+// Precondition: all lanes of the warp call it, and the reducing warp has read the slot (see above).
 template <class F, class V>
 DEVICE void send_sums(const ClusterMemory& memory, const ClusterPlace<F>& here, int adder, const V* sum) {
     const float bits[4] = {as_bits(sum[0]), as_bits(sum[1]), as_bits(sum[2]), as_bits(sum[3])};
@@ -122,7 +125,7 @@ DEVICE void send_sums(const ClusterMemory& memory, const ClusterPlace<F>& here, 
         adder >> here.wb_shift, bits);
 }
 
-// As sweep(), of a part of K: in it the activations of the warp's stages lie one stage of each warp apart.
+// As sweep(), over a block's part of K, in which the stages of its warps alternate.
 template <class F, class FLOW, class SUMS>
 DEVICE void sweep_part(const GemvArgs& a, const ClusterPlace<F>& here, FLOW& stream, SUMS& total,
     const typename SUMS::Place& place, int from, int end) {
@@ -131,7 +134,8 @@ DEVICE void sweep_part(const GemvArgs& a, const ClusterPlace<F>& here, FLOW& str
     else sweep_scaled<false>(stream, total, place, from, end, here.wb * PAIR<F>, here.WB * PAIR<F>);
 }
 
-// Adds up the tile of the round that is pending: this warp's own sums, and those that the others have sent it.
+// Reduces the tile of the round that is pending: this warp's own sums and those that the others send, for which it
+// waits. Precondition: all lanes of the warp call it, once a round that the warp reduces.
 template <class F, class T, class STAGER> struct TileAdder {
     using Value = typename SumsFor<F, T, false>::Value;
     int& pending;
@@ -166,7 +170,7 @@ template <class F, class T, class STAGER> struct TileAdder {
         else output.store(tile, sum, nullptr);
         pending = -1, urgent = false;
         if (tile >= plan.signalled || tile + here.WK * here.round_tiles < plan.signalled)
-            return;  // or it adds up another one first
+            return;  // or this warp reduces another such tile first
         warp_sync();
         if (lane_id() == 0) signal_add<true>(a.producer, (added + 1) * (a.activation == ACT_SILU_GATE ? 8 : 16));
     }
@@ -179,7 +183,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(
         using Stager = ClusterStager<F, T>;
         using Flow = Stream<F, DEPTH, true>;
         extern __shared__ __align__(128) char shared[];
-        constexpr bool HASTY = !F::TILED;  // for columns that are signalled; int4 would lose more than that gains
+        constexpr bool HASTY = !F::TILED;  // reduces signalled columns at once; slower for int4
         const ClusterPlace<F> here(plan);
         grid_release();
         const ClusterMemory memory{plan};
@@ -191,11 +195,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(
         Stager stager(a, plan, shared, part);
         cluster_wait();
         const typename Sums::Place place(a, plan, shared);
-        int staged = 0;  // K tiles so far
+        int staged = 0;  // K tiles that were staged so far
         Sums total;
-        int pending = -1;     // the round whose tile this warp has yet to add up
-        bool urgent = false;  // at once, since the next kernel waits for its columns
-        float own[4];         // its own sums of it
+        int pending = -1;     // the round whose tile this warp still has to reduce
+        bool urgent = false;  // it reduces it at once, since the next kernel waits for its columns
+        float own[4];         // its own sums of that tile
         ClusterOutput<F, T> output(a, plan);
         const TileAdder<F, T, Stager> add_up{pending, here, memory, plan, own, a, stager, output, urgent};
 #pragma unroll 1
@@ -224,7 +228,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) gemv_cluster_kernel(
                             swap_parked(total, memory.parked<Sums>(here.warp));  // of two tiles
                         if (begin == 0) total.zero();
                         if (k_tile_end == plan.part_steps && here.wk == ((here.wn + round) & (here.WK - 1)))
-                            output.begin(tile);  // comes in the meantime
+                            output.begin(tile);  // loaded while the tile is computed
                         const int from = begin * CLUSTER + stream.first, end = min(plan.steps, k_tile_end * CLUSTER);
                         sweep_part<F>(a, here, stream, total, place, from, end);
                     }

@@ -1,19 +1,19 @@
-// The part of the activations that one block of a cluster needs: the stages of K of its own warps, packed together. A
-// piece is a chunk of 8 values (floats) or a slot of 16 (limbs).
+// Staging in a block of a cluster: only the activations that its own warps need along K, packed together. A piece is a
+// chunk of 8 values (floats) or a slot of 16 (limbs).
 //
-// A norm's sums are added up in the order that a lone block adds them in: a piece's place among 256 says whose sums it
-// would belong to there.
+// A norm's sums are added up in the order of a block without a cluster: the place of a piece among 256 says to which
+// thread's sum it would belong there.
 #pragma once
 #include "arch/mma.h"
 
 template <class F> struct Part {
     static constexpr int PIECE_VALUES = F::QUANTIZES ? 16 : 8, STAGE_PIECES = PAIR<F> * F::KSTEP / PIECE_VALUES;
     static constexpr bool CLUSTERED = true;
-    static constexpr int LAP = THREADS / CLUSTER;  // pieces that a block stages of 256 neighbouring ones
-    // From one of a thread's tokens to the next; of a token the largest magnitudes of 32 threads' pieces.
+    static constexpr int LAP = THREADS / CLUSTER;  // of 256 neighbouring pieces, how many a block stages
+    // TOKENS: tokens from one of a thread's to its next. MAXIMA: partial maxima of a token, one for 32 threads' pieces.
     static constexpr int TOKENS = CLUSTER, MAXIMA = CLUSTER * LAP / 32;
-    int run, rank;    // neighbouring pieces
-    int mine, token;  // a thread's first
+    int run, rank;    // run: how many neighbouring pieces a block has
+    int mine, token;  // a thread's first piece and first token
     Mbarrier* box;    // for sums of squares, and of quantised tokens for magnitudes
     DEVICE Part(const GemvPlan& plan, int rank, Mbarrier* box)
         : run((STAGE_PIECES << plan.warps_shift) / CLUSTER),
@@ -21,22 +21,24 @@ template <class F> struct Part {
           mine(threadIdx.x % LAP),
           token(threadIdx.x / LAP),
           box(box) {}
-    // The same, of which nothing is known: what follows from it is worked out where it is used, not kept through the
-    // whole kernel.
+    // A copy whose values the compiler does not know: what depends on them is computed where it is used, and takes no
+    // registers through the whole kernel.
     DEVICE Part afresh() const {
         Part part = *this;
         compute_here(part.run), compute_here(part.mine), compute_here(part.token);
         return part;
     }
-    // Where in K one of the block's pieces lies, in pieces.
+    // The place along K of one of the block's pieces, in pieces.
     DEVICE uint32_t global_piece(uint32_t piece) const { return global_piece_of(piece, run, rank); }
-    // A thread's share of a token's sum of squares, to every block.
+    // Sends the sum over 8 threads of a token's sum of squares to every block of the cluster. Precondition: all 8 call
+    // it.
     DEVICE void leave(float* moments, int of_token, float partial) const {
         const float sum = run_sum(partial, 8);
         if (threadIdx.x % 8 < CLUSTER)
             send4(moments + of_token * (THREADS / 8) + global_piece(mine) / 8, *box, threadIdx.x % 8, sum);
     }
-    // Waits for the partials of all.
+    // Waits until the partial sums of all blocks have arrived; they are then visible to the caller. Precondition: all
+    // threads of the block call it.
     DEVICE void collect(int tokens) const { receive(*box, threadIdx.x == 0, tokens * (THREADS / 8) * 4, 0); }
     // As WholeRows' of quantized_stage.h.
     DEVICE int slots(const GemvPlan& plan) const { return plan.part_steps * (F::KSTEP / PIECE_VALUES); }
@@ -59,8 +61,9 @@ template <class F, class T> struct ClusterFloats : Norms<T, true, true> {
         : Base(a, plan, shared),
           part(part),
           shared(shared) {}
-    // Stages so many steps of the block's, from step `from`; every thread calls it. Under a norm all of them at once.
-    // `again`: over others, which warps may still read. `wait`, `rest`: as of FloatStager::range.
+    // Stages `steps` of the block's steps from step `from` on; with a norm all of them at once. Precondition: every
+    // thread of the block calls it. It ends with a barrier. again: it overwrites activations that warps may still read,
+    // so that a barrier comes first. wait, rest: as of FloatStager::range.
     template <class WAIT, class REST>
     DEVICE void range(int from, int steps, bool again, const WAIT& wait, const REST& rest) {
         wait();
@@ -88,7 +91,7 @@ private:
         copies_done(rest());
     }
     DEVICE void normalise(int pieces) const {
-        Words4 first[2];  // come while moments do
+        Words4 first[2];  // loaded while the moments are exchanged
         for (int i = 0; i < 2; ++i) first[i] = Base::weight(part.global_piece(part.mine + i * part.LAP) * 8);
 #pragma unroll 1
         for (int token = part.token; token < a.m; token += CLUSTER) {
@@ -125,7 +128,7 @@ template <class F, class T> struct ClusterHalves : ClusterFloats<F, T> {
 template <class F, class T> struct ClusterLimbs : LimbStager<F, T, false, true, true> {
     using Base = LimbStager<F, T, false, true, true>;
     using Base::a, Base::plan, Base::row;
-    static constexpr int AT_ONCE = 4;  // slots of a lane under way at once
+    static constexpr int AT_ONCE = 4;  // slots that a lane loads at once
     const Part<F> part;
 
     DEVICE ClusterLimbs(const GemvArgs& a, const GemvPlan& plan, char* shared, const Part<F>& part)
@@ -142,7 +145,7 @@ template <class F, class T> struct ClusterLimbs : LimbStager<F, T, false, true, 
     }
 
 private:
-    // Where in K a lane's two chunks lie, which is worked out before the wait.
+    // The place along K of a lane's two chunks, which is computed before the wait.
     DEVICE int chunks_at(uint32_t at, bool there) const {
         int v = there ? int(at) : int(a.k);
         compute_here(v);
@@ -153,7 +156,7 @@ private:
 #pragma unroll
         for (int h = 0; h < 2; ++h) v[h] = load_activation16(from + h * APART * 2, at + h * APART < int(a.k));
     }
-    // Slots as two int8 limbs, a token a warp. What waits for other lanes goes side by side.
+    // Stages slots as two int8 limbs, one token a warp. The exchanges between lanes of several slots overlap.
     template <class WAIT, class REST>
     DEVICE typename Base::Extremes stage(int from, int pieces, bool again, const WAIT& wait, const REST& rest) const {
         const Part<F> part = this->part.afresh();
@@ -187,7 +190,7 @@ private:
         }
         return extremes;
     }
-    // Slots as they are, with their moments: a thread's own of every CLUSTERth token.
+    // Stages slots unchanged and sums their moments: of every CLUSTERth token a thread's own slots.
     template <class WAIT, class REST>
     DEVICE void fetch(int pieces, int laps, const WAIT& wait, const REST& rest) const {
         const Part<F> part = this->part.afresh();
@@ -195,7 +198,7 @@ private:
         int token = part.token, lap = 0, to_token = token, to_lap = 0;
         float partial = 0.f;
 #pragma unroll 1
-        for (int i = 0; i < max(total, 1); i += AT_ONCE) {  // also where no token is this warp's
+        for (int i = 0; i < max(total, 1); i += AT_ONCE) {  // also where this warp has no token, for wait() and rest()
             Words4 v[AT_ONCE][2];
             const char* from[AT_ONCE];
             int at[AT_ONCE];
@@ -226,9 +229,9 @@ private:
         }
     }
     DEVICE typename Base::Extremes normalise(int pieces, int laps) const {
-        constexpr int SIDE = 2;  // tokens side by side
+        constexpr int SIDE = 2;  // tokens that are converted at once
         const Part<F> part = this->part.afresh();
-        Words4 first[2];  // come while moments do
+        Words4 first[2];  // loaded while the moments are exchanged
         for (int h = 0; h < 2; ++h) first[h] = Base::weight(Base::place(part.global_piece(part.mine), h));
         part.collect(int(a.m));
         const int mine = min(lane_id() % 8, int(a.m) - 1);

@@ -50,8 +50,8 @@ struct Fp8Blocks : Fp8<false> {};
 template <class F> constexpr bool STAGE_SCALES = std::is_same_v<F, Fp8Blocks>;
 
 // bf16 weights without loss, in tiles of 16 rows by 64 values: a sign and a mantissa in 8 bits, and in 4 the exponent
-// less that of the row's window, which its scale makes up for. What lies outside of the window is the smallest code
-// here, and an outlier beside.
+// less that of the row's window, which its scale makes up for. A value outside of the window has
+// the smallest code here, and is kept as an outlier in a table of its own.
 //
 // Of 1,536 bytes, 16 for (row r, quarter t) at (4 r + t) * 16 are bytes: word j holds values 16 t + 4 j + 0 to 3, the
 // first two as they lie in a pair of bf16, the others with the bytes of each half exchanged. 16 for (r, t) and (r + 8,

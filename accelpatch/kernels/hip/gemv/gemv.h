@@ -24,7 +24,7 @@ enum Offset : int32_t {
     OFFSET_E2M1 = 5,
     OFFSET_NVFP4 = 6
 };
-// Whether a second table lies beside that of scales.
+// Whether a format has a second table, in addition to that of scales.
 constexpr bool two_tables(int32_t kind) { return kind != OFFSET_NONE && kind != OFFSET_E2M1 && kind != OFFSET_NVFP4; }
 
 // Pointers and sizes only, so that ctypes can fill it. Sizes and strides in elements. With ACT_SILU_GATE the first half
@@ -42,10 +42,11 @@ struct GemvArgs {
     const void* bias;         // [N] or null
     const void* residual;     // [M, columns of y] or null
     void* y;
-    // Two numbers, zero before and after, or null: of y's first producer_columns those that are finished are counted in
-    // `producer`; the next kernel has it as `consumer`, and does not wait for the rest before it begins with them. Both
-    // or neither; and of a lone token those columns are SENTINEL, all bits set, before the first begins. Not the same
-    // two numbers again before another kernel has waited for that one's end.
+    // Null, or two counters of a producer-consumer flag, zero before and after. The producer counts in `producer` how
+    // many of y's first producer_columns are finished; the next kernel has the same counters as `consumer`, and starts
+    // on these columns without waiting for the rest. Preconditions: both kernels have it or neither; of a single token
+    // these columns are SENTINEL, all bits set, before the producer starts; the same counters are not used again before
+    // another kernel has waited for the consumer's end.
     int32_t *producer, *consumer;
     int64_t producer_columns, consumer_columns;  // of y, whole tiles; of x
     int64_t m, n, k;
@@ -56,9 +57,9 @@ struct GemvArgs {
     // Tuning; zero means the default. None of it changes a result's bits. dependent: -1 waits for the kernel before.
     int32_t blocks, shallow, dependent;
 #if defined(LOW_RANK)
-    // Adapters, see low_rank.h. down: [ranks][K]; up: [N][rank], both in x's dtype, rank a multiple of 8; low: two
-    // buffers, float[ranks][8 pieces][8], of which all bits are set before the first launch, and behind them a number
-    // that is zero then; later launches find what those before have left. Rows of w from second_part and from
+    // LoRA adapters, see low_rank.h. down: [ranks][K]; up: [N][rank], both in x's dtype, rank a multiple of 8. low: two
+    // buffers, float[ranks][8 pieces][8], and a counter after them. Before the first launch all bits of the buffers are
+    // set and the counter is zero; each launch leaves them ready for the next. Rows of w from second_part and from
     // third_part on have the second and third `rank` of the `ranks`.
     const void *down, *up;
     float* low;
@@ -66,7 +67,8 @@ struct GemvArgs {
 #endif
 };
 
-// Of a launch over experts, see stacked.h: one of a token's tiles (gate and up) or steps (down) after the other.
+// A launch over experts, see stacked.h: a token's experts are one after the other in its tiles (gate and up) or in its
+// steps (down).
 struct ExpertPlan {
     const void *ids, *weights;        // [tokens][chosen]
     const void* logits;               // [tokens][experts], from which they are chosen, or null
@@ -80,15 +82,15 @@ struct ExpertPlan {
     int32_t routing_at, scores_at;  // bytes
 };
 
-// How the work is cut and where things lie in shared memory; made on the host, a function of N and K (and of the
-// device) but for what M needs.
+// How the work is partitioned, and the layout of shared memory. The host computes it from N, K and the device; only the
+// sizes that depend on the number of tokens use M.
 struct GemvPlan {
     int32_t tiles, steps, k_tiles, k_tile_steps, staged_k_tiles;  // staged_k_tiles: K tiles staged at once
-    int32_t signalled_k_tiles;  // of this launch's K tiles, those whose activations the product before signals
-    int32_t signalled;          // tiles whose columns are signalled
-    int32_t warps_shift;        // log2 of the warps that share a tile's K
-    int32_t part_steps;         // of a block's part of K, in a cluster
-    int32_t rounds_at_once;  // rounds of tiles that go through the K tiles side by side: 2 where a cluster has several
+    int32_t signalled_k_tiles;      // of this launch's K tiles, those whose activations the product before signals
+    int32_t signalled;              // tiles whose columns are signalled
+    int32_t warps_shift;            // log2 of the warps that share a tile's K
+    int32_t part_steps;             // of a block's part of K, in a cluster
+    int32_t rounds_at_once;         // rounds of tiles that share each staged K tile: 2 where a cluster has several
     int32_t tile_hop, row_hop;      // from a warp's tile to its next
     int64_t weight_hop, scale_hop;  // in bytes
     int32_t partial_buffers;
@@ -102,7 +104,7 @@ struct GemvPlan {
     int32_t low_at;  // bytes
 #endif
 };
-// What sources with LoRA inside have besides, see low_rank.h.
+// Code that only the variants with LoRA adapters inside have, see low_rank.h.
 #if defined(LOW_RANK)
 #define ADAPTERS(...) __VA_ARGS__
 #else

@@ -75,11 +75,11 @@ __global__ void __launch_bounds__(UNPACK_THREADS) unpack_kernel(const GemvArgs a
         }
     }
     __syncthreads();
-    const int from = begin * Compact::KSTEP, end = from + UNPACKED_STEPS * Compact::KSTEP, beside = fours(a) * 4;
-    const uint32_t* outliers = static_cast<const uint32_t*>(a.offset) + int64_t(tile) * 16 * beside;
-    for (int i = threadIdx.x; i < 16 * beside; i += UNPACK_THREADS) {
+    const int from = begin * Compact::KSTEP, end = from + UNPACKED_STEPS * Compact::KSTEP, per_row = fours(a) * 4;
+    const uint32_t* outliers = static_cast<const uint32_t*>(a.offset) + int64_t(tile) * 16 * per_row;
+    for (int i = threadIdx.x; i < 16 * per_row; i += UNPACK_THREADS) {
         const int column = int(outliers[i] & 0xffffu);
-        const int64_t row = weight_row(a, tile, i / beside);
+        const int64_t row = weight_row(a, tile, i / per_row);
         if (column >= from && column < end && column < int(a.k) && row < a.n)
             y[row * a.y_stride + column] = static_cast<uint16_t>(outliers[i] >> 16);
     }

@@ -1,16 +1,17 @@
-// The one kernel behind gemv, gemv_int8, gemv_int4, gemv_fp8, gemv_w8a8 and gemv_w8a8_fp8.
+// The kernel of gemv, gemv_int8, gemv_int4, gemv_fp8, gemv_w8a8 and gemv_w8a8_fp8.
 //
-// A block's eight warps take one or two tiles of 16 rows at a time; the warps of a tile share its K, stage by stage,
-// and add up through shared memory in a fixed order. Nothing but the number of columns stored depends on M, so a row's
-// bits do not either. Weights stream through a multi-stage buffer, half of which is asked for before grid_wait();
-// activations lie in shared memory, in K tiles. Where the product before signals its columns, all K tiles but the last
-// are consumed before that one has ended: its last tiles, the wait for its end and the way of activations into shared
-// memory then cost less than they take.
+// A block's eight warps compute one or two tiles of 16 rows at a time. The warps of a tile take its stages along K in
+// turn, and reduce their sums through shared memory in a fixed order. Only the number of columns that are stored
+// depends on M, so that the bits of a row's result do not. Weights stream through a multi-stage buffer, half of which
+// is prefetched before grid_wait(); activations are staged in shared memory, in K tiles. Where the linear layer before
+// signals its finished columns, all K tiles but the last are consumed before that kernel has ended. This hides the time
+// of its last tiles, the wait for its end and the staging.
 #pragma once
 #include "gemv_output.h"
 
-// Before a block touches activations, and when it has worked out where they lie: the kernel before has ended, or has
-// signalled those that come early. A signal that nobody waits for is cleared.
+// Waits until the activations may be read: for the end of the kernel before, or for its signal that the first columns
+// are finished. Precondition: all threads of the block call it, once their addresses are computed. A signal that this
+// launch does not use is reset.
 DEVICE void wait_grid_or_signal(const GemvArgs& a, const GemvPlan& plan) {
     if (!plan.signalled_k_tiles) {
         grid_wait();
@@ -20,19 +21,20 @@ DEVICE void wait_grid_or_signal(const GemvArgs& a, const GemvPlan& plan) {
         __syncthreads();
     }
 }
-// Behind the wait for the end of the kernel before: the last block to come here clears the signal of that one. One warp
-// finds out whether it is in that block, while the others go on: it takes half a microsecond.
+// Resets the signal of the kernel before, in the last block that calls it. Precondition: the block has waited for the
+// end of that kernel. One thread counts the block, while the other warps go on, since it takes half a microsecond.
 DEVICE void reset_signal(const GemvArgs& a) {
     if (threadIdx.x == THREADS - 1 && last_call(a.consumer + 1, int(gridDim.x))) a.consumer[0] = 0;
 }
 
-// Zeros, and where scales of stages lie.
+// Sets the sums to zero, and for STAGE_SCALES the tile whose scales they use.
 template <class F, class SUMS> DEVICE void start_sums(SUMS& total, const GemvArgs& a, int tile) {
     total.zero();
     if constexpr (STAGE_SCALES<F> && !HALVES<F>) total.of_tile(a, tile);
 }
 
-// A warp's stages from step `from` to `end`; activations are staged from step `begin` on.
+// Multiplies a warp's stages from step `from` to `end`. Precondition: activations are staged from step `begin` on, and
+// a barrier has made them visible.
 template <bool BF16_SCALES, class F, int DEPTH, class SUMS>
 DEVICE void sweep(
     Stream<F, DEPTH>& stream, SUMS& total, const typename SUMS::Place& place, int from, int end, int begin) {
@@ -46,8 +48,9 @@ DEVICE void sweep(
 }
 
 #if defined(LOW_RANK)
-// The same with adapters. last: of the K tiles of the warp's tile; of its first tile it comes in two halves, between
-// which the warp collects its part of the adapters' sums, while weights are on the way.
+// The same with adapters. last: whether it is the last K tile of the warp's tile. Of the warp's first tile this K tile
+// is swept in two halves, between which the warp collects its part of the adapters' sums while weights are being
+// loaded.
 template <class F, int DEPTH, class SUMS, class LOW>
 DEVICE void sweep_halves(const GemvArgs& a, Stream<F, DEPTH>& stream, SUMS& total, const typename SUMS::Place& place,
     int from, int end, int begin, LOW& adapters, bool last) {
@@ -63,8 +66,9 @@ DEVICE void sweep_halves(const GemvArgs& a, Stream<F, DEPTH>& stream, SUMS& tota
 }
 #endif
 
-// Signals the columns of all rounds up to this one, the last that has any to signal. name, threads: of the barrier that
-// the tile's warps share.
+// Signals the columns of all rounds up to this one, the last one that has columns to signal. Precondition: the warps
+// that store the tile call it after their stores. name, threads: the barrier that these warps share. It, or a warp
+// barrier where one warp stores, orders the stores before the signal.
 template <bool NARROW> DEVICE void signal_round(const GemvArgs& a, int wk, int name, int threads, int round) {
     if (NARROW || a.m <= NARROW_TOKENS) warp_sync();
     else group_sync(name, threads);  // other warps have stored the tokens from the third on
@@ -75,8 +79,9 @@ template <bool NARROW> DEVICE void signal_round(const GemvArgs& a, int wk, int n
     }
 }
 
-// Stages `steps` steps from step k_tile_begin on, behind those from step `begin` on. The first time (not begun) it
-// waits for the kernel before, and asks for the rest of the stream's stages.
+// Stages activations for `steps` steps from step k_tile_begin on, after those that were staged from step `begin` on.
+// The first time (not begun) it waits for the kernel before, and prefetches the rest of the stream's stages.
+// Precondition: every thread of the block calls it. It ends with a barrier (Stager::range).
 template <class STAGER, class FLOW>
 DEVICE void stage_next(const GemvArgs& a, const GemvPlan& plan, STAGER& stager, FLOW& stream, int k_tile_begin,
     int steps, int begin, bool& begun) {
@@ -88,16 +93,18 @@ DEVICE void stage_next(const GemvArgs& a, const GemvPlan& plan, STAGER& stager, 
     begun = true;
 }
 
-// Of a quantised token, for the output.
+// The scale of a quantised token, for the epilogue.
 template <class F, class STAGER> DEVICE float token_scale(const STAGER& stager, int token) {
     if constexpr (QUANTIZES_ROWS<F>) return stager.scales()[token];
     else return 1.f;
 }
 
-// NARROW: up to NARROW_TOKENS tokens. DEPTH: of the multi-stage buffer. WK warps share a tile, WN tiles are under way.
+// NARROW: up to NARROW_TOKENS tokens. DEPTH: stages of the multi-stage buffer. WK warps share a tile, and WN tiles are
+// computed at once.
 //
-// A tile's sums are added up by one of its warps, another one each round, while the others go on; a warp waits for all
-// once in WK rounds, so a buffer of WK is free again when it is needed. Many tokens: by all warps.
+// One of a tile's warps, another one each round, reduces the tile's partial sums, while the others go on. A warp waits
+// for the others once in WK rounds, so that of WK buffers of partial sums the next is free when it is needed. With many
+// tokens all warps of the tile reduce.
 template <class F, class T, bool NARROW, int DEPTH>
 DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared) {
     using Sums = SumsFor<F, T, NARROW>;
@@ -114,7 +121,7 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
     const typename Sums::Place place(a, plan, shared);
     ADAPTERS(Adapters<T, NARROW> adapters(a, plan, low_here(plan, shared), wk, WK, tile_of<F>(plan, 0, wn));)
     const bool fully_staged = plan.staged_k_tiles == plan.k_tiles;
-    int there = 0;  // the K tile up to which K is staged; 0: it is to be staged anew
+    int there = 0;  // K tiles before this one are staged; 0: K has to be staged again
     bool begun = false;
     int tile = tile_of<F>(plan, 0, wn);
     for (int round = 0; tile - wn * tile_blocks<F>(plan) < plan.tiles; ++round, tile += plan.tile_hop) {
@@ -179,7 +186,7 @@ DEVICE void multiply_block(const GemvArgs& a, const GemvPlan& plan, char* shared
             }
             if constexpr (COMPACT<F>) add_outliers(a, plan, stager, shared, tile, seat, gate, output, first, second);
             if constexpr (Stager::BOUNDED) {
-                // Of a value that is not finite, or of weights that are none.
+                // NaN comes from an activation or a weight that is not finite.
                 if (RARELY(first != first || second != second)) {
 #pragma unroll 1
                     for (int r = seat & 15, i = 0; r < 16; r += 8, ++i) {

@@ -1,29 +1,30 @@
-// One output of gemv_kernel.h: its warps' partial sums, what is not finite, scale, bias, activation, residual.
+// The epilogue of gemv_kernel.h for one output: sums that are not finite, scale, bias, activation and residual.
 #pragma once
 #include "arch/mma.h"
 
 constexpr int PARTIAL_STRIDE =
     20;  // floats of one token and warp, [token][warp][PARTIAL_STRIDE]: 16 rows and a pad against bank conflicts
 
-DEVICE int fours(const GemvArgs& a) { return a.group_shift; }  // of outliers, in a row
-// The outliers of a tile's row: of each K in the lower half of a word, and the value as bf16; 0xffff where there is
-// none. 4 a row or a multiple.
+DEVICE int fours(const GemvArgs& a) { return a.group_shift; }  // outlier entries of a row, in fours
+// The outlier entries of a tile's row, a multiple of 4. Of each the lower half of the word is its column, 0xffff for an
+// unused entry, and the upper half its value in bf16.
 template <class F> DEVICE const Words4* outliers_of(const GemvArgs& a, int tile, int r) {
     return static_cast<const Words4*>(a.offset) + (int64_t(tile) * 16 + r) * fours(a);
 }
 
-// What a thread needs to finish one output; loaded when its tile begins, used when the tile ends. Only the residual is
-// what another kernel may still write.
+// What a thread needs to finish one output. It is loaded when the tile begins and used when it ends. These are
+// constants but for the residual, which the kernel before may still write, so that load_residual() comes after the wait
+// for it.
 template <class F, class T> struct Output {
     float scale[2] = {1.f, 1.f};
-    uint32_t bias[2] = {0, 0}, residual = 0;  // as bits: converting them here would wait for them here
+    uint32_t bias[2] = {0, 0}, residual = 0;  // not converted here, which would wait for the loads
     int token, column = -1;                   // of y; none
-    float beside[2] = {0.f, 0.f};             // outliers' products
-    Words4 outliers[COMPACT<F> ? 2 : 1];      // the first of each row
+    float outlier_sums[2] = {0.f, 0.f};       // of an output's rows
+    Words4 outliers[COMPACT<F> ? 2 : 1];      // the first four of each row
     static DEVICE uint32_t bits(const void* from, int64_t i) {
         return load_activation2(static_cast<const uint16_t*>(from) + i);
     }
-    // `seat`: token * 16 + row of the tile.
+    // seat: token * 16 + row of the tile.
     DEVICE Output(const GemvArgs& a, const GemvPlan& plan, int tile, int seat) {
         const bool gate = a.activation == ACT_SILU_GATE;
         const int row = seat & 15, half = int(a.n / 2), n = gate ? tile * 8 + row : tile * 16 + row;
@@ -61,7 +62,7 @@ template <class F, class T> struct Output {
             return fmaf(float(sum), scale[i], T::up(bias[i])) + adapted[i];
 #endif
             if constexpr (QUANTIZES_ROWS<F>) return fmaf(token_scale * scale[i], float(sum), T::up(bias[i]));
-            else return sum * scale[i] + (COMPACT<F> ? beside[i] + T::up(bias[i]) : T::up(bias[i]));
+            else return sum * scale[i] + (COMPACT<F> ? outlier_sums[i] + T::up(bias[i]) : T::up(bias[i]));
         };
         float v = finished(first, 0);
         if (a.activation == ACT_SILU_GATE) v = silu(v) * finished(second, 1);
@@ -70,7 +71,7 @@ template <class F, class T> struct Output {
     }
 };
 
-// A row's product with a token by a plain loop, of experts: expert after expert, each times its weight.
+// The dot product of a row with a token by a plain loop, for experts: one after another, each times its weight.
 template <class F, class NORMS>
 DEVICE float stacked_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, int tile, int r) {
     const int each = plan.experts.steps;
@@ -97,8 +98,8 @@ DEVICE float stacked_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& n
     return total;
 }
 
-// The products with a token's values that are not finite: they alone decide what its sum comes to. `none`: where there
-// are none.
+// The sum of a row's products with those of a token's values that are not finite, which alone decide whether the result
+// is infinite or NaN; `none` where all values are finite.
 template <class F, class NORMS>
 DEVICE float unbounded_sum(
     const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, int tile, int r, int token, float none = 0.f) {
@@ -134,7 +135,7 @@ DEVICE float unbounded_sum(
     return found ? sum : none;
 }
 
-// What a product sees of a token's value k.
+// A token's value k, as the matrix product has used it.
 template <class T, class NORMS>
 DEVICE float staged_value(const GemvPlan& plan, const NORMS& norms, const char* shared, int token, int k) {
     return plan.staged_k_tiles == plan.k_tiles
@@ -142,7 +143,8 @@ DEVICE float staged_value(const GemvPlan& plan, const NORMS& norms, const char* 
                : norms.value(token, k, 0.f, 0.f);
 }
 
-// A row's outliers times a token's activations, less what stands for them among the codes. `next`: the first four.
+// The dot product of a row's outliers with a token, less the products of the codes that stand in the outliers' places.
+// next: the row's first four entries.
 template <class F, class T, class NORMS>
 DEVICE float outlier_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, const char* shared, Words4 next,
     float scale, int tile, int r, int token) {
@@ -161,8 +163,9 @@ DEVICE float outlier_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& n
     }
 }
 
-// A row's product with a token value by value, where the sum of codes is not finite: an infinity times an outlier's
-// code is none times the outlier, and codes are larger than what they stand for.
+// The dot product of a row with a token, value by value, where the sum over codes is not finite. It differs there: an
+// infinite activation may meet the code in an outlier's place, and codes before their scale are larger than the
+// weights.
 template <class F, class T, class NORMS>
 DEVICE float careful_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, const char* shared, float scale,
     int tile, int r, int token) {
@@ -181,7 +184,8 @@ DEVICE float careful_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& n
     return sum;
 }
 
-// The outliers' products of an output's rows; a sum that is not finite is made anew, in their place.
+// Adds the outliers' products to an output. Where the result is not finite, careful_sum replaces the whole of it: it
+// goes to outlier_sums, and the scale and the sum over codes become 0.
 template <class F, class T, class NORMS>
 DEVICE void add_outliers(const GemvArgs& a, const GemvPlan& plan, const NORMS& norms, const char* shared, int tile,
     int seat, bool gate, Output<F, T>& output, float& first, float& second) {
@@ -189,10 +193,10 @@ DEVICE void add_outliers(const GemvArgs& a, const GemvPlan& plan, const NORMS& n
     for (int i = 0; i < 2; ++i) {
         if (i && !gate) break;
         const int r = (seat & 15) + 8 * i;
-        output.beside[i] =
+        output.outlier_sums[i] =
             outlier_sum<F, T>(a, plan, norms, shared, output.outliers[i], output.scale[i], tile, r, seat >> 4);
-        if (RARELY(!(fabsf(fmaf(i ? second : first, output.scale[i], output.beside[i])) < INFINITY)))
-            output.beside[i] = careful_sum<F, T>(a, plan, norms, shared, output.scale[i], tile, r, seat >> 4),
+        if (RARELY(!(fabsf(fmaf(i ? second : first, output.scale[i], output.outlier_sums[i])) < INFINITY)))
+            output.outlier_sums[i] = careful_sum<F, T>(a, plan, norms, shared, output.scale[i], tile, r, seat >> 4),
             output.scale[i] = 0.f, (i ? second : first) = 0.f;
     }
 }

@@ -1,20 +1,20 @@
-// Activations for weights that are multiplied as fp16 (HALVES): fp16 too. Of bf16 each block of 128 values of K is
-// taken times a power of two, which brings the largest magnitude of the block to the top of fp16's range: what is
-// within 2^32 of it is exact, and nothing loses more than 2^-40 of it. What is infinite or NaN stays so. Block
-// exponents undo that, [block][8 tokens].
+// Activations in fp16, for weights that are multiplied as fp16 (HALVES). Each block of 128 bf16 values along K is
+// multiplied by a power of two that brings its largest magnitude to the top of fp16's range. Values within a factor of
+// 2^32 of it are exact, and none is off by more than 2^-40 of it; infinity and NaN stay. Block exponents,
+// [block][8 tokens], undo the factor in the sums.
 //
-// They are made in place, of what FloatStager or ClusterFloats have staged, in the order of the weights' pairs.
+// FloatStager or ClusterFloats stage the values; they are converted in place, into the order of the weights' pairs.
 #pragma once
 #include "stage.h"
 
 template <class F, class T> struct Halves {
     static constexpr int BLOCK_CHUNKS = 16;  // of 8 values
-    static constexpr uint32_t TOP = 142;     // the biased exponent that a block's largest magnitude comes to, 2^15
-    // Of the biased exponent from which on both powers of two are normal floats.
+    static constexpr uint32_t TOP = 142;     // the biased exponent of a block's largest magnitude afterwards, 2^15
+    // The least biased exponent for which both the factor and the block exponent are normal floats.
     static constexpr uint32_t LEAST = TOP - 126;
     static constexpr bool NEEDED = T::BF16 || F::TILED;
 
-    // The largest magnitude of a block, as bits, by all lanes that hold its chunks.
+    // The largest magnitude of a block, as bits. Precondition: all lanes that have its chunks call it.
     static DEVICE uint32_t most_of(const Words4& raw) {
         constexpr uint32_t MAGNITUDES = 0x7fff7fffu;
         uint32_t most = pair_max(
@@ -36,7 +36,8 @@ template <class F, class T> struct Halves {
         return {
             permute<0x5410>(v.x, v.z), permute<0x7632>(v.x, v.z), permute<0x5410>(v.y, v.w), permute<0x7632>(v.y, v.w)};
     }
-    // So many chunks of each token, whole blocks, from chunk `first` on. Every thread calls it, behind a barrier.
+    // Converts `chunks` chunks of each token, whole blocks, from chunk `first` on. Precondition: the values are staged,
+    // a barrier has followed, and every thread of the block calls it. It ends with a barrier.
     static DEVICE void make(char* shared, const GemvPlan& plan, int tokens, int first, int chunks) {
         if constexpr (!NEEDED) return;
         float* exponents = reinterpret_cast<float*>(shared + plan.block_exponents_at);

@@ -1,5 +1,5 @@
-// Activations on their way into shared memory as two int8 limbs, by a block that stages all of K. Values that cannot be
-// limbs as they are, very small ones and those that are not finite, are found when all are staged: finish().
+// Stages activations in shared memory as two int8 limbs, in a block that stages all of K. Limbs cannot represent blocks
+// of very small values, or values that are not finite; finish() finds and corrects these after all others are staged.
 #pragma once
 #include "limbs.h"
 
@@ -11,10 +11,10 @@ struct LimbStager : Norms<T, CLUSTERED, COMMON>, Limbs<F, T, NARROW> {
     using Form::BLOCK, Form::BUMP, Form::SMALL, Form::ZERO, Form::PLAIN_LOW, Form::place, Form::of_blocks,
         Form::exponent, Form::limbs_of, Form::line_chunk, Form::swap;
     using typename Form::Extremes;
-    static constexpr int AT_ONCE = 2;  // slots under way at once
+    static constexpr int AT_ONCE = 2;  // slots that a thread loads at once
     char* shared;
-    Words4 first[2];  // the norm's weights of a thread's first slot: constant, and so loaded before the wait
-    int origin = 0;   // of experts: the step of the first slot
+    Words4 first[2];  // norm weights of a thread's first slot: constants, loaded before the wait for the kernel before
+    int origin = 0;   // in a stack of experts: the step of the first slot
 
     DEVICE LimbStager(const GemvArgs& a, const GemvPlan& plan, char* shared) : Base(a, plan, shared), shared(shared) {
         if (threadIdx.x == 0) Base::shared_word() = 0;
@@ -42,9 +42,10 @@ protected:
     DEVICE char* slot_at(int token, int slot) const { return shared + token * plan.token_stride + slot * 32; }
     DEVICE float* block_exponents() const { return reinterpret_cast<float*>(shared + plan.block_exponents_at); }
     DEVICE float* group_sums() const { return reinterpret_cast<float*>(shared + plan.sums_at); }
-    // Lanes that load lines exchange chunks here, so that a norm's sums keep their order.
+    // Whether lanes load whole lines and then exchange chunks, so that a norm's sums keep their order.
     static constexpr bool FULL_LINES = SHARED_STAGES && F::INTERLEAVED;
-    // Of experts: whether a step's values count, and a number of the block that begins with a slot times its weight.
+    // In a stack of experts: whether the step's expert exists; and a number of the block that begins with this slot,
+    // times the expert's routing weight.
     DEVICE bool step_known(int step) const {
         if constexpr (STACKED<F>) return step_there(plan, step);
         return true;
@@ -53,7 +54,7 @@ protected:
         if constexpr (STACKED<F>) return value * step_weight(plan, origin + slot / BLOCK);
         return value;
     }
-    // Where a lane's chunks of a slot lie, which is worked out before the wait.
+    // The addresses of a lane's chunks of a slot, which are computed before the wait for the kernel before.
     struct Chunks {
         const char* row;
         int at[2];
@@ -79,8 +80,9 @@ protected:
         for (const auto& slot : v) all = all && !is_sentinel(slot[0]) && !is_sentinel(slot[1]);
         return all;
     }
-    // A thread's own values of every token into their slots: as two int8 limbs, or for a norm as they are, with its
-    // moments.
+    // Loads a thread's values of every token into their slots. Without a norm they are converted to limbs; with one
+    // they are stored unchanged, and their moments are summed. `wait` waits for the kernel before, after the first
+    // addresses are known; `rest` runs after the first loads have started.
     template <bool NORM, class WAIT, class REST>
     DEVICE Extremes fetch(int from, int slots, int laps, int before, const WAIT& wait, const REST& rest) const {
         const int total = laps * int(a.m);
@@ -131,8 +133,8 @@ protected:
         }
         return extremes;
     }
-    // A slot a thread, looked at once: none that is still to be signalled. Under an RMSNorm its values wait in
-    // registers for the norm's factor.
+    // As fetch and normalise, where a thread has one slot. Precondition: no producer flag covers these columns, so that
+    // one load after the wait is enough. With an RMSNorm the values stay in registers until its factor is known.
     template <class WAIT, class REST>
     DEVICE Extremes one_slot(int from, int slots, int before, const WAIT& wait, const REST& rest) const {
         const int slot = threadIdx.x;
@@ -190,20 +192,22 @@ protected:
         }
         __syncthreads();
     }
-    // Behind it the activations are there for all; every thread calls it. Odd blocks are rare, and looked at here,
-    // where few registers are taken. `slots` of them lie behind `before` others, and begin with slot `from` of the
-    // block's part of K, see global_piece_of.
+    // Ends the staging. Precondition: every thread of the block calls it. It has a barrier: after it the activations
+    // are visible to all threads. Blocks that limbs cannot represent are rare, and corrected here, where few registers
+    // are in use. `slots` slots were staged behind `before` others; they begin with slot `from` of the thread block's
+    // part of K, see global_piece_of.
     DEVICE void finish(const Extremes& extremes, int slots, int before, int from, int run, int rank) const {
         if (!block_any(extremes.odd(), Base::shared_word())) return;
         look(slots, before, from, run, rank);
         __syncthreads();
     }
-    // Blocks that are too small are taken times 2^64, which is exact; one with a value that is not finite, which no
-    // integer is, makes its token's sums NaN, and so known. A thread each.
+    // Corrects blocks, one thread a block. One of very small values is multiplied by 2^64, which is exact. One with a
+    // value that is not finite gets NaN as block exponent: its token's sums become NaN, and the epilogue recomputes
+    // them.
     DEVICE void look(int slots, int before, int from, int run, int rank) const {
         constexpr int SUMS = SUMMED<F> ? F::GROUPS : 1, VALUES = BLOCK * 16;
         int first = threadIdx.x;
-        compute_here(first);  // nothing of this is worked out ahead
+        compute_here(first);  // keeps the compiler from computing any of this earlier
 #pragma unroll 1
         for (int i = first; i < slots / BLOCK * int(a.m); i += THREADS) {
             const int token = i % int(a.m), slot = i / int(a.m) * BLOCK;
@@ -219,10 +223,10 @@ protected:
             for (int at = 0; at < VALUES; ++at) most = max(most, float_to_bits(value(at, at % 8)) & 0x7fffffffu);
             float& worth = block_exponents()[(before + slot) / BLOCK * 8 + token];
             if (most >= 0x7f800000u) worth = NAN;
-            const uint32_t held = (most + BUMP) >> 23;
-            if (most == 0 || held >= SMALL) continue;
-            const float times = bits_to_float((204 - held) << 23),
-                        block_exponent = bits_to_float((held + 50) << 23) * 0x1p-64f;
+            const uint32_t biased_exponent = (most + BUMP) >> 23;
+            if (most == 0 || biased_exponent >= SMALL) continue;
+            const float times = bits_to_float((204 - biased_exponent) << 23),
+                        block_exponent = bits_to_float((biased_exponent + 50) << 23) * 0x1p-64f;
 #pragma unroll 1
             for (int group = 0; group < SUMS; ++group) {
                 int sum = 0;
@@ -243,8 +247,9 @@ protected:
             worth = weighted(block_exponent * F::CODE_STEP, before + slot);
         }
     }
-    // Slots' values as two int8 limbs. `most`: the largest magnitudes of the slots' blocks. What waits for other lanes
-    // goes side by side, and no store comes between. PIECES: a lane's chunks are those of lines, as loaded.
+    // Converts slots to two int8 limbs and stores them. most: the largest magnitude of each slot's block. The exchanges
+    // between lanes of all slots come first and overlap, and the stores after them. PIECES: a lane has the chunks of
+    // lines, as they were loaded.
     template <bool PIECES, int COUNT>
     DEVICE void convert(const int (&token)[COUNT], const int (&slot)[COUNT], const bool (&there)[COUNT],
         const Words4 (&raw)[COUNT][2], const uint32_t (&most)[COUNT]) const {
@@ -253,11 +258,11 @@ protected:
         int sums[COUNT][2];
 #pragma unroll
         for (int j = 0; j < COUNT; ++j) {
-            const uint32_t held = exponent(most[j]);
-            block_exponent[j] = bits_to_float((held - 14) << 23);
+            const uint32_t biased_exponent = exponent(most[j]);
+            block_exponent[j] = bits_to_float((biased_exponent - 14) << 23);
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-                sums[j][h] = limbs_of(raw[j][h], bits_to_float((268 - held) << 23), words[j][h]);
+                sums[j][h] = limbs_of(raw[j][h], bits_to_float((268 - biased_exponent) << 23), words[j][h]);
         }
         using Of = typename Form::template GroupSums<PIECES>;
         if constexpr (SUMMED<F>) Of::add_up(sums);

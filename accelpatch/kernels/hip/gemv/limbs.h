@@ -1,24 +1,24 @@
-// Activations as 16-bit integers for the integer products: blocks of 128 values of K share a power of two, chosen so
-// that the largest magnitude of a block has 15 bits. An integer is two bytes, high * 256 + low. Where a block's values
-// lie within 2^7 of each other, bf16 loses nothing; what is lost is at most 2^-16 of the largest.
+// Activations as 16-bit integers for int8 matrix instructions. Blocks of 128 values of K share a block exponent, chosen
+// so that the largest magnitude of a block has 15 bits. An integer is two limbs of a byte, high * 256 + low. bf16
+// values within a factor of 2^7 of each other are exact; others are off by at most 2^-16 of the block's largest.
 //
-// Shared memory holds slots of 16 values: 16 high bytes, then the low ones. Slot s of a row is chunks 2 s and 2 s + 1,
-// or, interleaved, chunks 8 (s / 4) + s % 4 and that + 4; eight neighbouring slots are a block. Before a slot is
-// converted it holds its own values.
+// Shared memory has slots of 16 values: 16 high limbs, then 16 low ones. Slot s of a row is chunks 2 s and 2 s + 1,
+// or, interleaved, chunks 8 (s / 4) + s % 4 and that + 4; eight neighbouring slots are a block. Until a slot is
+// converted it contains the values as 16-bit floats.
 #pragma once
 #include "norm.h"
 
-// Which chunks make a slot, and a slot's values as two int8 limbs.
+// Which chunks of a row make a slot, and the conversion of a slot's values to two int8 limbs.
 template <class F, class T, bool NARROW> struct Limbs {
     static constexpr int BLOCK = 8;  // slots that share a block exponent
-    // Low bytes have no sign, as in the integers, where each byte has a product of its own; else high ones make up for
-    // it.
+    // Whether low limbs are unsigned, which needs matrix instructions of unsigned bytes; else they are signed, and the
+    // high limbs are rounded accordingly.
     static constexpr bool PLAIN_LOW = !NARROW && UNSIGNED_BYTES;
-    // Of a float whose low bytes are the limbs: 1.5 * 2^23, and 128 for the sign.
+    // The bits of 1.5 * 2^23: the low bytes of a value added to it are the limbs. 128 more where low limbs are signed.
     static constexpr uint32_t ZERO = PLAIN_LOW ? 0x4b400000u : 0x4b400080u;
-    static constexpr uint32_t BUMP = 0x10000u;  // what rounds to 2^15 or more takes the next block exponent
-    static constexpr int SMALL = 16;  // the biased exponent from which on the inverse of a block exponent is a float
-    // Of the largest magnitudes of blocks: whether one is too small, or not finite. A block of zeros is neither.
+    static constexpr uint32_t BUMP = 0x10000u;  // a magnitude that rounds to 2^15 or more needs the next block exponent
+    static constexpr int SMALL = 16;  // least biased exponent of a block for which the inverse of its scale is a float
+    // Whether the largest magnitude of any block is too small for limbs, or not finite. A block of zeros is neither.
     struct Extremes {
         uint32_t high = 0, low = ~0u;
         DEVICE void see(uint32_t most) { high = max(high, most), low = min(low, most - 1); }
@@ -27,19 +27,20 @@ template <class F, class T, bool NARROW> struct Limbs {
         }
     };
 
-    // Where in K the first or last half of a slot begins.
-    static constexpr int HALF = F::INTERLEAVED ? 32 : 8;  // from the first half to the last
+    // The value of K with which the first or the last half of a slot begins.
+    static constexpr int HALF = F::INTERLEAVED ? 32 : 8;  // values from the first half to the last
     static DEVICE int place(uint32_t slot, int half) {
         return 8 * (F::INTERLEAVED ? slot + (slot & ~3u) : 2 * slot) + half * HALF;
     }
-    // A block's eight lanes may load its two lines whole, a chunk of each: half of a slot and the same half of the one
-    // four after it.
+    // The eight lanes of a block may load its two lines whole, a chunk of each line: a half of one slot, and the same
+    // half of the slot that is four further.
     static DEVICE uint32_t line_chunk(uint32_t slot, int line) {
         return (slot & ~7u) * 16 + (threadIdx.x & 7) * 8 + line * 64;
     }
     static DEVICE int piece_slot(int slot) { return (slot & ~7) + (F::INTERLEAVED ? slot & 3 : slot >> 1 & 3); }
     static DEVICE int piece_half() { return (F::INTERLEAVED ? threadIdx.x >> 2 : threadIdx.x) & 1; }
-    // Or they exchange chunks: lane i of them has slot i then, of interleaved ones.
+    // Exchanges chunks that were loaded so, for interleaved formats: lane i of the block then has slot i. Precondition:
+    // all lanes of the warp call it.
     static DEVICE void swap(Words4 (&v)[2]) {
         constexpr int MATE = 4;
         const bool last = threadIdx.x & MATE;
@@ -47,8 +48,8 @@ template <class F, class T, bool NARROW> struct Limbs {
                                                     lane_xor(give.z, MATE), lane_xor(give.w, MATE)};
         v[0] = last ? received : v[0], v[1] = last ? v[1] : received;
     }
-    // The largest magnitude of each slot's block, as bits of its dtype; every lane of a block calls it. Together: each
-    // step waits for the one before.
+    // The largest magnitude of each slot's block, as bits of T. Precondition: every lane of a block calls it. Several
+    // slots are reduced at once, since each exchange of one slot waits for the one before.
     template <int COUNT> static DEVICE void of_blocks(const Words4 (&raw)[COUNT][2], uint32_t (&most)[COUNT]) {
         constexpr uint32_t MAGNITUDES = 0x7fff7fffu;
 #pragma unroll
@@ -71,7 +72,7 @@ template <class F, class T, bool NARROW> struct Limbs {
         };
         *reinterpret_cast<Pair*>(at) = {a, b};
     }
-    // Of a chunk: two words of high bytes, two of low ones; the sum of its integers.
+    // Converts a chunk to two words of high limbs and two of low ones; returns the sum of its integers.
     static DEVICE int limbs_of(const Words4& raw, float times, uint32_t (&words)[4]) {
         float v[8];
         uint32_t q[8];
@@ -88,8 +89,8 @@ template <class F, class T, bool NARROW> struct Limbs {
         return sum_of_bytes<true>(words[1], sum_of_bytes<true>(words[0], 0)) * 256 +
                sum_of_bytes<!PLAIN_LOW>(words[3], sum_of_bytes<!PLAIN_LOW>(words[2], 0));
     }
-    // The sums of groups' activations: how many lanes' chunks belong to one, how many a lane has then, and which they
-    // are.
+    // Sums of the activations of a group: how many lanes a group's chunks are spread over (LANES), how many sums a lane
+    // has in the end (KEPT), and where they go (place).
     template <bool PIECES> struct GroupSums {
         static constexpr int LANES = PIECES           ? (F::GROUPS == 4 ? 4 : 8)
                                      : F::GROUPS == 1 ? 8

@@ -1,14 +1,14 @@
-// LoRA inside a product: y[M, N] = epilogue(x w^T + bias + (x down^T) up^T). Sources that define LOW_RANK have it.
+// LoRA adapters inside a linear layer: y[M, N] = epilogue(x w^T + bias + (x down^T) up^T). Sources that define LOW_RANK
+// have them.
 //
-// x down^T is cut into pieces, a part of K of one of down's rows each, of which every block has one or none: it brings
-// its part of `down` into L2 before it waits for x, multiplies it when it has staged its own x, and stores a sum for
-// each token where all blocks of the launch look for them halfway through their first tile, while weights are on the
-// way. Rows of `up` are in L2 by then. So adapters cost a launch neither another one nor a wait of all for one block,
-// and nothing is left to do behind the last output.
+// x down^T is split into pieces, each a part of K of one row of `down`; a block has one piece or none. It prefetches
+// its part of `down` into L2 before it waits for x, multiplies it once its own x is staged, and stores a sum for each
+// token. All blocks of the launch read these sums halfway through their first tile, while weights are being loaded;
+// rows of `up` are in L2 by then. So adapters need no launch of their own, and no block waits idle for another.
 //
-// Sums lie in one of two buffers, which take turns, and of which each launch sets all bits of the one that it does not
-// use: the next launch finds there nothing but what its own blocks store. Where blocks do not wait for each other, a
-// launch before makes the sums, in the first buffer.
+// Launches use two buffers of sums alternately. Each fills the buffer that it does not use with NO_LOW, so that the
+// next launch finds only what its own blocks have stored. Where blocks of a launch cannot wait for each other, a launch
+// before computes the sums, in the first buffer.
 #pragma once
 #include "norm.h"
 
@@ -17,8 +17,8 @@ constexpr int MOST_PIECES = 8;   // of a row
 constexpr int MOST_RANKS = 512;  // their sums lie in shared memory
 constexpr uint32_t NO_LOW = 0xffffffffu;
 
-// The parts of K that a row's products are cut into: no function of the device or of a launch's blocks, so that a
-// result's bits are none either. A lane or an aligned run of lanes reads them.
+// How many pieces a row of `down` has. It depends neither on the device nor on the number of blocks, so that a result's
+// bits do not either. A lane, or an aligned run of lanes, reads a row's sums.
 DEVICE int low_pieces(const GemvArgs& a) {
     return a.ranks <= 16 ? MOST_PIECES : a.ranks <= 32 ? 4 : a.ranks <= 64 ? 2 : 1;
 }
@@ -30,9 +30,9 @@ DEVICE float* low_scratch(const GemvArgs& a, float* here) { return here + LOW_TO
 DEVICE int& low_parity(const GemvArgs& a, float* here) {
     return reinterpret_cast<int&>(low_scratch(a, here)[LOW_TOKENS * (THREADS / 32)]);
 }
-// Behind the wait for the end of the kernel before, by every thread, once: whose turn it is of the two buffers. The
-// number behind them counts the launch's blocks, and in its upper half launches; the last block makes the lower half
-// zero again. No block of another launch counts meanwhile. A barrier follows.
+// Decides which of the two buffers this launch uses. Precondition: every thread calls it once, after the wait for the
+// end of the kernel before, so that no block of another launch counts meanwhile; a barrier follows. The lower half of
+// the counter counts the blocks of a launch, the upper half launches; the last block resets the lower half to zero.
 DEVICE void begin_low(const GemvArgs& a, float* here) {
     if (!BLOCKS_MEET || threadIdx.x != THREADS - 1) return;
     auto* number = reinterpret_cast<int32_t*>(a.low + 2 * buffer_words(a));
@@ -41,7 +41,7 @@ DEVICE void begin_low(const GemvArgs& a, float* here) {
     low_parity(a, here) = before >> 16 & 1;
 }
 
-// One piece: chunks of 8 values, from `begin` to `end`, of a row.
+// A piece of a row of `down`: its chunks of 8 values from `begin` to `end`.
 struct LowPiece {
     const char* row;
     int begin, end;
@@ -55,9 +55,9 @@ struct LowPiece {
     }
 };
 
-// The pieces `block`, `block` + `blocks` and so on, times all tokens; every thread of the block calls it, and none has
-// anything to do with `scratch`. The norms' moments are there. `into`: a buffer. AT_ONCE: tokens whose loads are under
-// way together.
+// Multiplies the pieces `block`, `block` + `blocks` and so on with all tokens and stores the sums in the buffer `into`.
+// Precondition: every thread of the block calls it, the norm's moments are visible, and no thread uses `scratch`. It
+// has a barrier before and one after each piece's reduction. AT_ONCE: tokens whose loads overlap.
 template <class T, int AT_ONCE, class NORMS>
 DEVICE void multiply_down(const GemvArgs& a, const NORMS& norms, float* into, float* scratch, int block, int blocks) {
     constexpr int BANDS = THREADS / 32;
@@ -103,14 +103,15 @@ DEVICE void multiply_down(const GemvArgs& a, const NORMS& norms, float* into, fl
                 const int token = threadIdx.x * 4 + i;
                 float sum = 0.f;
                 for (int band = 0; band < (token < m ? BANDS : 0); ++band) sum += scratch[token * BANDS + band];
-                words[i] = sum == sum ? float_to_bits(sum) : 0x7fc00000u;  // never NO_LOW
+                words[i] = sum == sum ? float_to_bits(sum) : 0x7fc00000u;  // a NaN, but never NO_LOW
             }
             store_relaxed16(into + item * LOW_TOKENS + threadIdx.x * 4, {words[0], words[1], words[2], words[3]});
         }
         __syncthreads();
     }
 }
-// Brings all sums into shared memory, part `part` of `parts` of the work; every lane of a warp calls it.
+// Reads part `part` of `parts` of the sums into shared memory, and spins until other blocks have stored them.
+// Precondition: every lane of the warp calls it. A barrier must follow before others read them.
 DEVICE void collect_low(const GemvArgs& a, const float* from, float* here, int part, int parts) {
     const int pieces = low_pieces(a), items = a.ranks * pieces, m = int(a.m);
 #pragma unroll 1
@@ -136,7 +137,7 @@ DEVICE void collect_low(const GemvArgs& a, const float* from, float* here, int p
 DEVICE const uint16_t* row_of_up(const GemvArgs& a, int n) {
     return static_cast<const uint16_t*>(a.up) + int64_t(n) * a.rank;
 }
-// What the adapters add to a token's output of row n of w.
+// The sum that the adapters add to a token's output of row n of w.
 template <class T> DEVICE float low_rank_sum(const GemvArgs& a, const float* here, int token, int n) {
     const int part = (n >= a.second_part) + (n >= a.third_part);
     const float* low = here + token * a.ranks + part * a.rank;
@@ -152,9 +153,9 @@ template <class T> DEVICE float low_rank_sum(const GemvArgs& a, const float* her
     return sum;
 }
 
-// A warp's part in it, as gemv_kernel.h goes along. here: in shared memory, see low_here(). wk: of the `warps` that
-// share a tile. It prefetches what is constant: a piece of `down`, and rows of `up` of the warp's part of the block's
-// tiles.
+// A warp's work on the adapters within gemv_kernel.h. here: in shared memory, see low_here(). wk: its number of the
+// `warps` that share a tile. The constructor prefetches what is constant: a piece of `down`, and rows of `up` for the
+// warp's part of the block's tiles.
 template <class T, bool NARROW> struct Adapters {
     const GemvArgs& a;
     float* const here;
@@ -172,7 +173,7 @@ template <class T, bool NARROW> struct Adapters {
     }
     DEVICE float* buffer(int number) const { return a.low + number * buffer_words(a); }
     DEVICE int parity() const { return BLOCKS_MEET ? low_parity(a, here) : 0; }
-    // Lines of `up` of the rows of a tile, into L2; every lane of a warp calls it.
+    // Prefetches the rows of `up` of a tile into L2. Precondition: every lane of the warp calls it.
     DEVICE void prefetch_up(int tile) const {
         const bool gate = a.activation == ACT_SILU_GATE;
         const int half = int(a.n / 2), rows = gate ? 8 : 16, limit = gate ? half : int(a.n);
@@ -183,8 +184,8 @@ template <class T, bool NARROW> struct Adapters {
             if (gate) prefetch_line(row_of_up(a, tile * rows + half) + at);
         }
     }
-    // The block's pieces, once; every thread calls it when activations have been staged. It sets all bits of its part
-    // of the other buffer.
+    // Multiplies the block's pieces, the first time it is called. Precondition: every thread of the block calls it,
+    // once activations are staged. It also fills the block's part of the other buffer with NO_LOW, for the next launch.
     template <class NORMS> DEVICE void multiply(const NORMS& norms) {
         if (!BLOCKS_MEET || state != BEGUN) return;
         state = MULTIPLIED;
@@ -195,8 +196,8 @@ template <class T, bool NARROW> struct Adapters {
             at += int64_t(blocks) * THREADS * 4)
             store_relaxed16(other + at, {NO_LOW, NO_LOW, NO_LOW, NO_LOW});
     }
-    // Every lane of a warp calls it, behind multiply() and before the barrier of the first outputs: the warp's part of
-    // the sums into shared memory.
+    // Reads the warp's part of the sums into shared memory. Precondition: every lane of the warp calls it, after
+    // multiply() and before the barrier of the first outputs, which makes the sums visible to all.
     DEVICE void collect() {
         collect_low(a, buffer(parity()), here, wk, warps);
         state = COLLECTED;
@@ -204,7 +205,8 @@ template <class T, bool NARROW> struct Adapters {
     DEVICE bool collected() const { return state == COLLECTED; }
 };
 
-// Where blocks do not wait for each other: the sums, by a launch before. A block has its norms' moments alone.
+// A launch of its own that computes the sums beforehand, on hardware where blocks of a launch cannot wait for each
+// other. Each block computes the norm's moments for itself.
 template <class T> __global__ void __launch_bounds__(THREADS) low_rank_kernel(const GemvArgs a, const GemvPlan plan) {
     extern __shared__ __align__(128) char shared[];
     using Moments = Norms<T, false, false>;

@@ -1,37 +1,37 @@
-// Norms of activations on their way into shared memory. One token's result never depends on another's, nor on M.
+// Norms of activations that are being staged. A token's result does not depend on other tokens, nor on M.
 #pragma once
 #include "stream.h"
 
-// Where in K a piece lies that the block of `rank` has staged: the blocks of a cluster have a run each, and then again
-// one each. run = 0: all of K lies here.
+// The place along K of a piece that the block of `rank` has staged. The blocks of a cluster take runs of `run` pieces
+// in turn; run = 0: one block has all of K.
 DEVICE int global_piece_of(int piece, int run, int rank) { return piece + (piece & -run) * (CLUSTER - 1) + rank * run; }
 
-// Up to eight 16-bit values one by one, zeros after `count` of them.
+// Loads `count` 16-bit values, at most eight, one by one; the others are zero.
 static __device__ __noinline__ Words4 load_part(const char* from, int count) {
     Words4 v = {0, 0, 0, 0};
 #pragma unroll 1
-    for (int i = 0; i < 8; ++i) {  // shifted in from the top: no array is indexed at run time
+    for (int i = 0; i < 8; ++i) {  // shifted in from the top, so that no array is indexed at run time
         const uint32_t value = i < count ? load_activation2(from + 2 * i) : 0u;
         v = {v.x >> 16 | v.y << 16, v.y >> 16 | v.z << 16, v.z >> 16 | v.w << 16, v.w >> 16 | value << 16};
     }
     return v;
 }
-// Eight 16-bit values from element `at` of a row of `k`; zeros past its end.
+// Loads eight 16-bit values from element `at` of a row of k elements; zeros past its end.
 DEVICE Words4 load_chunk(const void* row, int at, int k, bool aligned) {
     const char* from = static_cast<const char*>(row) + int64_t(at) * 2;
     if (at >= k) return {0, 0, 0, 0};
     return aligned ? load_activation16(from) : load_part(from, k - at);
 }
 
-// A token's values become (x - mean) * scale * weight + bias, rounded as the module's own output would be. CLUSTERED:
-// the blocks of a cluster leave the sums of runs of 8 lanes instead of 32, and total() goes on where they stopped.
+// The norm (x - mean) * scale * weight + bias of a token, rounded as the module's own output would be. CLUSTERED: the
+// blocks of a cluster leave sums of runs of 8 lanes instead of 32, and total() adds these up first, in the same order.
 template <class T, bool CLUSTERED, bool COMMON> struct Norms {
-    static constexpr int BANDS = THREADS / 32;  // runs of 32 lanes that add up together
+    static constexpr int BANDS = THREADS / 32;  // runs of 32 threads, each with a sum of its own
     static constexpr int PARTIALS = BANDS * (CLUSTERED ? 4 : 1);
     const GemvArgs& a;
     const GemvPlan& plan;
-    // A word for block_any, and from SHARED_WORD on, for a norm, sums of squares, one for each token and share; sums
-    // for one with a mean.
+    // A word for block_any; from SHARED_WORD on, for a norm, the partial sums of squares of each token; after them, for
+    // a LayerNorm, the partial sums.
     float* const moments;
     static constexpr int SHARED_WORD = 4;
     static int64_t floats(int norm) {
@@ -49,7 +49,8 @@ template <class T, bool CLUSTERED, bool COMMON> struct Norms {
         return static_cast<const char*>(a.x) + uint32_t(token) * (a.x_stride * 2);
     }
 
-    // A lane's share of a token's sum, from every lane of a run.
+    // Adds up the threads' parts of a token's sum over runs of 32 threads, and stores these partial sums. Precondition:
+    // every thread of a run calls it. A barrier must follow before total().
     static DEVICE void leave(float* moments, int token, float partial) {
         const float sum = run_sum(partial, 32);
         if (threadIdx.x % 32 == 0) moments[token * BANDS + threadIdx.x / 32] = sum;
@@ -68,8 +69,8 @@ template <class T, bool CLUSTERED, bool COMMON> struct Norms {
         }
         return sum / static_cast<float>(int(a.k));
     }
-    // Whether activations from a step on may still be on their way when they are read, which a lone token's words
-    // themselves say.
+    // Whether activations from a step on may be read before the kernel before has stored them. Words that are not
+    // stored yet are SENTINEL; only a single token has them.
     DEVICE bool signalled(int step) const {
         return LAUNCHES_OVERLAP && !CLUSTERED && a.m == 1 && step < plan.signalled_k_tiles * plan.k_tile_steps;
     }
@@ -90,7 +91,7 @@ template <class T, bool CLUSTERED, bool COMMON> struct Norms {
         unpack<T>(raw, v);
         return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
     }
-    // Of (x - mean)^2; what lies past K counts as the mean.
+    // The sum of (x - mean)^2; values past K count as the mean.
     DEVICE float squares_of(const Words4& raw, int at, float mean) const {
         if (!layer()) return squares_of(raw);
         float v[8], even = 0.f, odd = 0.f;
@@ -127,7 +128,7 @@ template <class T, bool CLUSTERED, bool COMMON> struct Norms {
         }
         return pack<T>(v);
     }
-    // What a product should see of a token. mean, scale: its own.
+    // A token's value k after the norm. mean, scale: those of the token.
     DEVICE float value(int token, int k, float mean, float scale) const {
         const auto at = [k](const void* from, float other) ALWAYS_INLINE {
             return from ? T::up(load_activation2(static_cast<const uint16_t*>(from) + k)) : other;

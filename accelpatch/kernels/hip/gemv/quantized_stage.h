@@ -1,23 +1,24 @@
-// Activations on their way into shared memory as bytes of the weights' kind, with one scale a token: from its largest
-// magnitude over all of K behind the norm, or the one that is given. L is 127 of int8.
+// Stages activations in shared memory in the weights' 8-bit format, with one scale a token: from the largest magnitude
+// over all of K after the norm (dynamic), or the given one (static). L is 127 for int8.
 //
 //     dynamic   scale = most / L;           q = nearest(x * (L / most)); below 2^-119 zeros and scale 0
 //     static    scale = the given one;      q = nearest(x * (1 / scale)), saturated at -L and L
 //
-// A token with NaN or infinity has scale NaN. A slot is 16 values of K, 16 bytes. What a lane has of the activations
-// waits in registers for the norm's factor and for the largest magnitude; where that is too much, it is read again.
+// A token with NaN or infinity has scale NaN. A slot is 16 values of K, 16 bytes. A lane keeps its activations in
+// registers until the norm's factor and the largest magnitude are known; where they are too many, it reads them again.
 #pragma once
 #include "norm.h"
 
-// Of eight tokens their scales, and of each the largest magnitudes of runs of 32 threads.
+// Bytes for eight tokens: the scale of each, and the largest magnitudes that each run of 32 threads has found.
 constexpr int ROW_SCALE_BYTES = 8 * (1 + THREADS / 32) * 4;
 
-// A block that stages all tokens' rows itself: which slots a thread converts, and how the threads exchange what they
-// have found. Part, of cluster_stage.h, is that of a block in a cluster.
+// For a block that stages the whole rows of all tokens: which slots a thread converts, and how threads exchange partial
+// sums and maxima. Part, in cluster_stage.h, is the same for a block of a cluster.
 struct WholeRows {
     static constexpr bool CLUSTERED = false;
-    static constexpr int LAP = THREADS, TOKENS = 1;  // slots side by side; from one of a thread's tokens to the next
-    static constexpr int MAXIMA = THREADS / 32;      // partial maxima of a token
+    // LAP: slots that the threads convert at once. TOKENS: tokens from one of a thread's to its next.
+    static constexpr int LAP = THREADS, TOKENS = 1;
+    static constexpr int MAXIMA = THREADS / 32;  // partial maxima of a token
     const int mine = threadIdx.x, token = 0;
     DEVICE int slots(const GemvPlan& plan) const { return (plan.steps + 1) / 2 * 8; }  // of a row, in whole stages
     DEVICE int global_piece(int slot) const { return slot; }
@@ -36,13 +37,13 @@ template <class F, class T, class PART, bool COMMON> struct QuantizedStager : No
     using Base = Norms<T, PART::CLUSTERED, COMMON>;
     using Base::a, Base::plan, Base::row;
     static constexpr bool BOUNDED = false;
-    static constexpr int HELD = 4,
-                         AT_ONCE = PART::CLUSTERED ? 4 : 2;  // slots of a lane in registers; those under way at once
+    // Slots that a lane keeps in registers at most; slots that it loads at once.
+    static constexpr int IN_REGISTERS = 4, AT_ONCE = PART::CLUSTERED ? 4 : 2;
     static constexpr float LEAST = 0x1p-119f;
     const PART part;
     char* shared;
-    Words4 first[2];        // the norm's weights of a thread's first slot: constant, and so loaded before the wait
-    bool measured = false;  // whether the tokens' scales are there
+    Words4 first[2];        // norm weights of a thread's first slot: constants, loaded before the wait
+    bool measured = false;  // whether the tokens' scales are known
 
     DEVICE QuantizedStager(const GemvArgs& a, const GemvPlan& plan, char* shared, const PART& part = PART())
         : Base(a, plan, shared),
@@ -52,9 +53,10 @@ template <class F, class T, class PART, bool COMMON> struct QuantizedStager : No
             for (int h = 0; h < 2; ++h) first[h] = weight(part.mine, h);
     }
     DEVICE float* scales() const { return reinterpret_cast<float*>(shared + plan.block_exponents_at); }
-    // Stages `steps` steps of K, and zeros up to whole stages, from step `from`; every thread calls it, and may read
-    // what it left when it returns. `again`: of a cluster, over others, which warps may still read. `wait`: before
-    // anything is read. `rest` asks for what may come later, once the activations are on their way.
+    // Stages `steps` steps of K from step `from` on, padded with zeros to whole stages. Precondition: every thread of
+    // the block calls it. It ends with a barrier: the activations are visible to all threads when it returns. again: in
+    // a cluster, it overwrites activations that warps may still read, so that a barrier comes first. wait() is called
+    // before anything is read; rest() starts further loads once those of the activations have been started.
     template <class WAIT, class REST>
     DEVICE void range(int from, int steps, int again, const WAIT& wait, const REST& rest) {
         const int slots = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 16),
@@ -64,7 +66,7 @@ template <class F, class T, class PART, bool COMMON> struct QuantizedStager : No
             convert(from * (F::KSTEP / 16), slots, false);
         } else {
             measured = true;
-            if (Base::layer() || items > HELD || slots < part.slots(plan)) {
+            if (Base::layer() || items > IN_REGISTERS || slots < part.slots(plan)) {
                 wait();
                 measure(part.slots(plan), rest);
                 convert(from * (F::KSTEP / 16), slots, a.norm != NORM_NONE);
@@ -77,17 +79,17 @@ template <class F, class T, class PART, bool COMMON> struct QuantizedStager : No
 
 private:
     static DEVICE int laps(int slots) { return (slots + PART::LAP - 1) / PART::LAP; }
-    // Tokens of the threads that have most of them.
+    // The most tokens that a thread has.
     static DEVICE int tokens_of(int m) { return (m + PART::TOKENS - 1) / PART::TOKENS; }
     DEVICE int place(int slot, int half) const { return part.global_piece(slot) * 16 + half * 8; }
     DEVICE Words4 weight(int slot, int half) const { return Base::weight(place(slot, half)); }
     DEVICE uint32_t* maxima() const { return reinterpret_cast<uint32_t*>(scales() + 8); }
-    // Eight values, of which `left` are there.
+    // Loads eight values, of which the row has `left` more; the others are zero.
     DEVICE Words4 load(const char* from, int left) const {
         if (Base::aligned()) return load_activation16(from, left > 0);
         return left > 0 ? load_part(from, left) : Words4{0, 0, 0, 0};
     }
-    // The slots of a thread, token after token.
+    // Iterates over the slots of a thread, token by token.
     struct Walk {
         int token, lap = 0;
         int laps;
@@ -98,12 +100,12 @@ private:
     };
     DEVICE Walk walk(int slots) const {
         Walk item = {part.token, 0, laps(slots)};
-        compute_here(item.token), compute_here(item.laps);  // no slot's place is kept: registers are dearer
+        compute_here(item.token), compute_here(item.laps);  // addresses are computed anew each time, to save registers
         return item;
     }
     DEVICE int slot_of(const Walk& at) const { return at.lap * PART::LAP + part.mine; }
 
-    // A lane of every eight has a token's value.
+    // Of every eight lanes each has the value of one token.
     DEVICE int my_token() const { return min(lane_id() % 8, int(a.m) - 1); }
     static DEVICE uint32_t magnitudes(const Words4 (&v)[2], uint32_t most) {
         constexpr uint32_t MAGNITUDES = 0x7fff7fffu;
@@ -115,7 +117,8 @@ private:
         for (int step = 1; step < 32; step *= 2) most = pair_max(most, lane_xor(most, step));
         part.leave_most(maxima(), token, max(most & 0xffffu, most >> 16));
     }
-    // What the values of this lane's token are multiplied by. All scales are left for the outputs.
+    // The factor for the values of this lane's token. Stores the scales of all tokens for the epilogue. Precondition: a
+    // barrier after the last leave_most().
     DEVICE float my_multiplier() const {
         uint32_t bits = 0;
 #pragma unroll
@@ -134,15 +137,15 @@ private:
             F::quantized(v + 4, times), F::quantized(v + 8, times), F::quantized(v + 12, times)};
     }
 
-    // All of a lane's slots, up to HELD, in registers.
+    // Stages slots that a lane keeps in registers, at most IN_REGISTERS of them.
     template <class WAIT, class REST> DEVICE void hold(int slots, const WAIT& wait, const REST& rest) const {
         const int m = int(a.m);
-        Words4 v[HELD][2];
-        const char* from[HELD];
-        int left[HELD];  // values from there to the row's end, of a slot that is there
+        Words4 v[IN_REGISTERS][2];
+        const char* from[IN_REGISTERS];
+        int left[IN_REGISTERS];  // values from there to the row's end; 0 for no slot
         Walk item = walk(slots);
 #pragma unroll
-        for (int i = 0; i < HELD; ++i, item.next()) {
+        for (int i = 0; i < IN_REGISTERS; ++i, item.next()) {
             const bool there = item.token < m && slot_of(item) < slots;
             const int at = place(slot_of(item), 0);
             from[i] = row(there ? item.token : 0) + at * 2, left[i] = there ? int(a.k) - at : 0;
@@ -150,7 +153,7 @@ private:
         }
         wait();
 #pragma unroll
-        for (int i = 0; i < HELD; ++i)
+        for (int i = 0; i < IN_REGISTERS; ++i)
 #pragma unroll
             for (int h = 0; h < 2; ++h) v[i][h] = load(from[i] + h * 16, left[i] - h * 8);
         rest();
@@ -158,7 +161,7 @@ private:
             float partial = 0.f;
             item = walk(slots);
 #pragma unroll
-            for (int i = 0; i < HELD; ++i, item.next()) {
+            for (int i = 0; i < IN_REGISTERS; ++i, item.next()) {
                 if (item.token >= m) break;
                 partial += Base::squares_of(v[i][0]), partial += Base::squares_of(v[i][1]);
                 if (item.last()) part.leave(Base::squares(), item.token, partial), partial = 0.f;
@@ -167,7 +170,7 @@ private:
             const float my_scale = Base::scale(my_token());
             item = walk(slots);
 #pragma unroll
-            for (int i = 0; i < HELD; ++i, item.next()) {
+            for (int i = 0; i < IN_REGISTERS; ++i, item.next()) {
                 if (item.token >= m) break;
                 const float scale = from_lane(my_scale, item.token);
 #pragma unroll
@@ -179,7 +182,7 @@ private:
         uint32_t most = 0;
         item = walk(slots);
 #pragma unroll
-        for (int i = 0; i < HELD; ++i, item.next()) {
+        for (int i = 0; i < IN_REGISTERS; ++i, item.next()) {
             if (item.token >= m) break;
             most = magnitudes(v[i], most);
             if (item.last()) leave_most(item.token, most), most = 0;
@@ -188,14 +191,14 @@ private:
         const float my_times = my_multiplier();
         item = walk(slots);
 #pragma unroll
-        for (int i = 0; i < HELD; ++i, item.next()) {
+        for (int i = 0; i < IN_REGISTERS; ++i, item.next()) {
             if (item.token >= m) break;
             const float times = from_lane(my_times, item.token);
             if (slot_of(item) < slots) store(item.token, slot_of(item), v[i], times);
         }
     }
 
-    // use(at, values) for each of the thread's slots, which lie behind slot `from`.
+    // Loads each of the thread's slots, from slot `from` on, and calls use(at, values).
     template <class REST, class USE> DEVICE void pass(int from, int slots, const REST& rest, const USE& use) const {
         Walk item = walk(slots), to = item;
         bool begun = false;
@@ -218,7 +221,8 @@ private:
         } while (to.token < int(a.m));
     }
     static DEVICE int nothing() { return 0; }
-    // Moments of all tokens, over all of K; without a norm the largest magnitudes.
+    // Computes the norm's moments of all tokens over all of K; without a norm their largest magnitudes. It ends with a
+    // barrier, after which they are visible to all threads.
     template <class REST> DEVICE void measure(int slots, const REST& rest) const {
         float partial = 0.f;
         const auto add = [&](float* moments, const Walk& at, float more, float and_more) ALWAYS_INLINE {
@@ -252,7 +256,7 @@ private:
         if (a.norm != NORM_NONE) part.collect(int(a.m));
         else part.collect_most(int(a.m));
     }
-    // Converts slots behind slot `from`; `find`: of a norm's output it looks for the largest magnitudes first.
+    // Converts slots from slot `from` on. find: a first pass looks for the largest magnitudes of the norm's output.
     DEVICE void convert(int from, int slots, bool find) const {
         const float my_mean = a.norm ? Base::mean(my_token()) : 0.f, my_scale = a.norm ? Base::scale(my_token()) : 0.f;
         float my_times = find ? 0.f : my_multiplier();

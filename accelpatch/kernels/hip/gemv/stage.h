@@ -1,4 +1,4 @@
-// Float activations into shared memory, in chunks of 8: copy, norm.
+// Stages float activations in shared memory, in chunks of 8 values, and applies the norm.
 #pragma once
 #include "norm.h"
 
@@ -6,16 +6,16 @@ template <class F, class T, bool COMMON> struct FloatStager : Norms<T, false, CO
     using Base = Norms<T, false, COMMON>;
     using Base::a, Base::plan, Base::row;
     char* shared;
-    Words4 first[2];  // the norm's weights of a thread's first chunks: constant, and so loaded before the wait
+    Words4 first[2];  // norm weights of a thread's first chunks: constants, loaded before the wait
 
     DEVICE FloatStager(const GemvArgs& a, const GemvPlan& plan, char* shared) : Base(a, plan, shared), shared(shared) {
         if (a.norm != NORM_NONE)
             for (int i = 0; i < 2; ++i) first[i] = Base::weight((threadIdx.x + i * THREADS) * 8);
     }
-    // Stages `steps` steps of K, and zeros up to whole stages, from step `from`, behind `before` others; every thread
-    // calls it, and may read what it left when it returns. Under a norm all of K is staged at once. `rest` asks for
-    // what may come later, once the activations are on their way, and says how many stages that is. `wait`: before
-    // anything is read.
+    // Stages `steps` steps of K from step `from` on, padded with zeros to whole stages, after `before` steps that are
+    // staged already. With a norm all of K is staged at once. Precondition: every thread of the block calls it. It ends
+    // with a barrier: the activations are visible to all threads when it returns. wait() is called before anything is
+    // read; rest() starts further loads once those of the activations have been started, and returns their stages.
     template <class WAIT, class REST>
     DEVICE void range(int from, int steps, int before, const WAIT& wait, const REST& rest) {
         const int wanted = (steps + PAIR<F> - 1) / PAIR<F> * PAIR<F> * (F::KSTEP / 8);
@@ -36,7 +36,7 @@ private:
     DEVICE Words4& chunk(int token, int c) const {
         return *reinterpret_cast<Words4*>(shared + token * plan.token_stride + c * 16);
     }
-    // A thread's own chunks of every token.
+    // Copies a thread's own chunks of every token. signalled: they may still be SENTINEL, and are then loaded again.
     template <class REST> DEVICE void copy(int from, int wanted, const REST& rest, bool signalled) const {
 #pragma unroll 1
         for (int token = 0; token < a.m; ++token)
@@ -54,7 +54,8 @@ private:
         for (int c = threadIdx.x; c < wanted; c += THREADS)
             for (; is_sentinel(chunk(0, c)); chunk(0, c) = Base::load(0, from + c * 8)) spin(looks);
     }
-    // The same behind `before` chunks: through registers, since copies would wait for the buffer's.
+    // The same after `before` chunks, through registers: waiting for asynchronous copies would wait for the weights'
+    // too.
     DEVICE void add(int from, int wanted, int before) const {
 #pragma unroll 1
         for (int token = 0; token < a.m; ++token) {
@@ -66,8 +67,7 @@ private:
             }
         }
     }
-    // Under an RMSNorm, up to two chunks a thread: their values wait for the norm's factor in registers, where no
-    // multi-stage buffer lies.
+    // The same with an RMSNorm and up to two chunks a thread, which stay in registers until the norm's factor is known.
     template <class WAIT, class REST> DEVICE void two_chunks(int wanted, const WAIT& wait, const REST& rest) const {
         Words4 v[2] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
         wait();

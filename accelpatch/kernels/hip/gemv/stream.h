@@ -1,44 +1,45 @@
-// The weights' way to the matrix unit: a multi-stage buffer for each warp alone, so that no barrier guards it. On
-// NVIDIA asynchronous copies into shared memory; on AMD registers, one stage ahead.
+// Loads weights for the matrix unit through a multi-stage buffer of each warp's own, which needs no block barrier. On
+// NVIDIA stages are asynchronous copies into shared memory; on AMD they are loads into registers, one stage ahead.
 #pragma once
 #include "three_bits.h"
 
-// One lane's stream of weights: its warp's stages of tile after tile. No branch is taken but for the end of a tile and
-// where there is none. Half of the multi-stage buffer is asked for at once (in clusters one stage of int4's deep one,
-// since the kernel before still reads), the rest behind the activations: they are waited for, and would queue behind
-// all of it.
+// One lane's part in the loads of its warp, which go through the stages of one tile after another. It branches only at
+// the end of a tile, and where there is no tile. The constructor prefetches half of the multi-stage buffer (in clusters
+// one stage of int4's deep one, since the kernel before is still reading memory). fill() prefetches the rest after the
+// loads of the activations: those are waited for first, and would queue behind all stages.
 //
-// K_TILED: K comes in K tiles. The warp's tiles of two rounds go through one K tile before either goes on to the next.
+// K_TILED: the block stages activations one K tile at a time. The warp's tiles of two rounds go through one K tile
+// before either goes on to the next.
 template <class F, int DEPTH, bool K_TILED = false> struct Stream {
     static constexpr int PREFETCHED = K_TILED && F::TILED && DEPTH > CLUSTER_DEPTH ? 1 : (DEPTH + 1) / 2;
     static constexpr int RUNS = F::SPLIT ? 2 : 1, RUN_BYTES = 16 / RUNS;  // of a row's bytes in a step
-    // Whole lines of 128 bytes, eight lanes each: row r of the tile and its chunk c lie in the place of step r / 8,
-    // mixed so that banks differ for the two rows' chunks that are read at once. Else each lane copies what it will
-    // read itself.
+    // Whether lanes copy whole lines of 128 bytes, eight lanes a line. Chunk c of row r of the tile then lies in the
+    // place of step r / 8, swizzled so that the chunks of two rows that are read at once are in different banks.
+    // Otherwise each lane copies what it will read itself.
     static constexpr bool LINES = SHARED_STAGES && !F::TILED && !F::SPLIT && PAIR<F> == 2;
-    // From the row of one of a lane's copies to its next one's, within a half of the tile.
+    // Rows from one copy of a lane to its next one, within a half of the tile.
     static constexpr int COPIED_ROWS = LINES ? 4 : 1;
-    // Whether a stage's scales and offsets lie in shared memory: of each lane one piece.
+    // Whether scales and offsets go through shared memory, of each lane one piece a stage.
     static constexpr bool SHARED_TABLES = SHARED_STAGES && F::GROUPS > 0;
     static_assert(!SHARED_TABLES || PAIR<F> * TABLES<F> * 8 <= WARP_SIZE, "a piece a lane");
     using Stage = Slot<F>[PAIR<F>];
     static constexpr int TABLES_AT = PAIR<F> * WEIGHT_BYTES<F>, ROW_TABLES = PAIR<F> * TABLES<F> * F::GROUPS;
     const GemvArgs& a;
     const GemvPlan& plan;
-    const int first, stride;  // the warp's first stage in a tile, and from one to the next, in steps
-    int tile, step;           // of the next stage
-    int k_tile = 0, end;      // where its K tile begins and ends, in steps
-    int other = 0;            // 1: its tile is the second that goes through the K tile
+    const int first, stride;  // in steps: the warp's first stage in a tile, and the distance to the next
+    int tile, step;           // of the stage that is prefetched next
+    int k_tile = 0, end;      // in steps: where the K tile of that stage begins and ends
+    int other = 0;            // 1: its tile is that of the second round in this K tile
     int rows[ROWS_PER_LANE];  // of row-major weights
     const char *row[ROWS_PER_LANE], *scale;
-    char* stage_buffer;  // this lane's place in it
-    int slot = 0;        // bytes from there to the next stage's
-    Slot<F> held[SHARED_STAGES ? 1 : PAIR<F>];
-    static constexpr bool LATE = !SHARED_STAGES && Slot<F>::WORDS * TABLES<F> > 16;  // more than registers hold ahead
+    char* stage_buffer;  // this lane's place in the first stage
+    int slot = 0;        // bytes from there to its place in the stage that is written or read next
+    Slot<F> in_registers[SHARED_STAGES ? 1 : PAIR<F>];
+    static constexpr bool LATE = !SHARED_STAGES && Slot<F>::WORDS * TABLES<F> > 16;  // no registers for tables ahead
     const char* tables;
-    int64_t set_at[PAIR<F>];  // in a stack, of the next stage
+    int64_t set_at[PAIR<F>];  // in a stack of experts: the sets of scales of the next stage
 
-    // Warp wk of those that share a tile; `tile` is its first.
+    // For warp wk of those that share a tile; `tile` is its first. Prefetches the first PREFETCHED stages.
     DEVICE Stream(const GemvArgs& a, const GemvPlan& plan, int wk, int tile, char* stage_buffer)
         : a(a),
           plan(plan),
@@ -47,7 +48,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
           tile(tile),
           step(first),
           stage_buffer(stage_buffer) {
-        if (first >= plan.steps) this->tile = plan.tiles;  // no stage at all
+        if (first >= plan.steps) this->tile = plan.tiles;  // this warp has no stage
         end = K_TILED ? k_tile_end() : plan.steps;
         for (int h = 0; h < ROWS_PER_LANE; ++h) {
             const int r = LINES ? lane_id() / 8 + 8 * h : fragment_row(h),
@@ -64,14 +65,14 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
 #pragma unroll 1
         for (int i = 0; i < PREFETCHED; ++i) prefetch();
     }
-    // The rest of the multi-stage buffer; how many stages that are.
+    // Prefetches the rest of the multi-stage buffer; returns how many stages that are.
     DEVICE int fill() {
 #pragma unroll 1
         for (int i = PREFETCHED; i < DEPTH; ++i) prefetch();
         if constexpr (K_TILED && LINES && F::QUANTIZES) ahead();
         return DEPTH - PREFETCHED;
     }
-    // Lines of stages to come into L2, a row a lane: memory would rest while activations are staged.
+    // Prefetches lines of later stages into L2, a row a lane, since memory would idle while activations are staged.
     DEVICE void ahead() const {
         constexpr int STAGES = 4;
         const int left = (k_tile_end() - step + stride - 1) / stride;  // stages of this K tile
@@ -84,11 +85,11 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
                 prefetch_line(static_cast<const char*>(a.w) + from * row_bytes<F>(a) + int64_t(at) * F::STEP_BYTES);
         }
     }
-    // To the warp's next stage.
     DEVICE void advance() {
         step += stride;
         if constexpr (K_TILED) {
-            while (step >= (F::TILED ? end : k_tile_end()) && tile < plan.tiles) next_k_tile();  // int8 was slower so
+            while (step >= (F::TILED ? end : k_tile_end()) && tile < plan.tiles)
+                next_k_tile();  // int8 was slower with `end`
         } else if (step >= plan.steps) {
             step = first, hop(1);
         }
@@ -114,12 +115,13 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
         }
         if ((F::GROUPS > 0 && !STACKED<F>) || STAGE_SCALE_BYTES<F> > 0) scale += rounds * plan.scale_hop;
     }
-    // Starts the loads of the next stage, into the place of the one that was consumed last.
+    // Starts the loads of the next stage, as one group of copies (an empty one where there is no tile), so that
+    // wait_copies() counts stages. Precondition: all lanes have read the stage that it overwrites.
     DEVICE void prefetch() {
         char* into = SHARED_STAGES ? stage_buffer + slot : nullptr;
         const bool there = tile < plan.tiles, second = there && step + 1 < plan.steps;
         if (SHARED_STAGES && !K_TILED && !there)
-            return commit_stage();  // zeros in place of no tile would delay the last one's end
+            return commit_stage();  // copies of zeros would delay the end of the last tile
         if constexpr (STACKED<F>) copy_from_stack(into, there, second);
         else if (F::TILED || plan.w_aligned) copy(into, there, second);
         else if (there) gather_stage(into);
@@ -142,7 +144,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
     }
     DEVICE void load_tables(char* into, bool there, bool second) {
         if constexpr (SHARED_TABLES) {
-            // Row pairs by neighbouring lanes, each its step's scales or offsets; all of a pair lie together.
+            // Neighbouring lanes copy neighbouring pairs of rows, each of one step and table; a pair's lie together.
             const int piece = lane_id() >> 3 & 2 * TABLES<F> - 1, u = piece & 1,
                       at = TABLES_AT + (lane_id() & 7) * ROW_TABLES * 4 + piece * SCALE_BYTES<F> - lane_id() * 16;
             if (TABLES<F> > 1 || lane_id() < WARP_SIZE / 2)
@@ -151,28 +153,28 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
         } else {
 #pragma unroll
             for (int u = 0; u < PAIR<F>; ++u)
-                copy_tables(reinterpret_cast<char*>(held[SHARED_STAGES ? 0 : u].scale),
-                    reinterpret_cast<char*>(held[SHARED_STAGES ? 0 : u].offset), table(u), u ? second : there);
+                copy_tables(reinterpret_cast<char*>(in_registers[SHARED_STAGES ? 0 : u].scale),
+                    reinterpret_cast<char*>(in_registers[SHARED_STAGES ? 0 : u].offset), table(u), u ? second : there);
         }
     }
     DEVICE void copy_tables(char* scales, char* offsets, const char* from, bool there) {
-        const int64_t beside = static_cast<const char*>(a.offset) - static_cast<const char*>(a.scale);
+        const int64_t offset_from_scale = static_cast<const char*>(a.offset) - static_cast<const char*>(a.scale);
 #pragma unroll
         for (int pair = 0; pair < SCALE_PAIRS; ++pair) {
             const int at = pair * SCALE_BYTES<F>;
             stream_copy<SCALE_BYTES<F>>(scales + at, from + at, there);
-            if (TABLES<F> > 1) stream_copy<SCALE_BYTES<F>>(offsets + at, from + beside + at, there);
+            if (TABLES<F> > 1) stream_copy<SCALE_BYTES<F>>(offsets + at, from + offset_from_scale + at, there);
         }
     }
     DEVICE char* place(char* into, int u, int h) {
         return SHARED_STAGES ? into + u * WEIGHT_BYTES<F> + h * WARP_SIZE * 16
-                             : reinterpret_cast<char*>(&held[SHARED_STAGES ? 0 : u].w[h]);
+                             : reinterpret_cast<char*>(&in_registers[SHARED_STAGES ? 0 : u].w[h]);
     }
-    // Bytes left of a row.
+    // Bytes of a row from this lane's piece of the step to the row's end.
     DEVICE int room() const {
         return int(row_bytes<F>(a)) - (LINES ? lane_id() % 8 : fragment_quarter()) * RUN_BYTES - step * F::STEP_BYTES;
     }
-    // Of lines: where a lane's copy goes, of the half h of the tile's rows; where what it reads of step u lies.
+    // With LINES: where a lane's copy for half h of the rows goes; how far from there what it reads of step u lies.
     static DEVICE char* line_place(char* into, int h, int other) {
         return into + h * WEIGHT_BYTES<F> + other * 512 + (lane_id() & 4 ? -1 : 1) * (lane_id() & 8 ? 64 : 0);
     }
@@ -182,7 +184,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
     DEVICE void copy(char* into, bool there, bool second) {
         const int64_t at = int64_t(step) * F::STEP_BYTES;
         const int left = room();
-        if constexpr (THREE_BITS<F>) return copy_three_bits<F>(into, held, row[0] + at, there, second);
+        if constexpr (THREE_BITS<F>) return copy_three_bits<F>(into, in_registers, row[0] + at, there, second);
         if constexpr (SHARED_STAGES && F::TILED && PAIR<F> == 2) {
             const char* from = row[0] + at;
             if constexpr (COMPACT<F>) {
@@ -220,7 +222,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
         }
         if constexpr (COMPACT<F>) copy_exponents(there, second);
     }
-    // Neighbouring steps may be those of two experts.
+    // As copy() for a stack of experts, where neighbouring steps may belong to two experts.
     DEVICE void copy_from_stack(char* into, bool there, bool second) {
 #pragma unroll
         for (int u = 0; u < PAIR<F>; ++u) {
@@ -233,13 +235,13 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
                 stream_copy<16>(place(into, u, h), from + h * 512, u ? second : there);
         }
     }
-    // Exponents of a lane's row where registers hold the weights.
+    // Loads the exponents of a lane's row, where the weights are in registers.
     DEVICE void copy_exponents(bool there, bool second) {
         const int r = fragment_row(0);
         const char* from = row[0] + int64_t(step) * F::STEP_BYTES + 1024 - (r & 8) * 64 + (r & 8);
 #pragma unroll
         for (int u = 0; u < PAIR<F>; ++u)
-            stream_copy<8>(held[SHARED_STAGES ? 0 : u].exponents, from + u * F::STEP_BYTES, u ? second : there);
+            stream_copy<8>(in_registers[SHARED_STAGES ? 0 : u].exponents, from + u * F::STEP_BYTES, u ? second : there);
     }
     DEVICE void gather_stage(char* into) {
         for (int h = 0; h < ROWS_PER_LANE; ++h)
@@ -250,14 +252,15 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
                         rows[h] + below < int(a.n) ? room() - ahead : 0);
             }
     }
-    // The oldest stage; its place takes the next one's loads.
+    // Takes the oldest stage into `now`, and prefetches another in its place. Where lanes read what others copied, a
+    // warp barrier before the reads makes the copies visible, and one after them orders them before the next copies.
     DEVICE void consume(Slot<F> (&now)[PAIR<F>]) {
         wait_copies<DEPTH>();
-        if (LINES || SHARED_TABLES) warp_sync();  // all lanes' copies have come
+        if (LINES || SHARED_TABLES) warp_sync();  // all lanes' copies have arrived
 #pragma unroll
         for (int u = 0; u < PAIR<F>; ++u) {
             if constexpr (SHARED_STAGES) read(now[u], stage_buffer + slot + (LINES ? line_of(u) : u * WEIGHT_BYTES<F>));
-            else now[u] = held[u];
+            else now[u] = in_registers[u];
             if constexpr (LATE)
                 copy_tables(
                     reinterpret_cast<char*>(now[u].scale), reinterpret_cast<char*>(now[u].offset), tables, true);
@@ -265,7 +268,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
         if constexpr (SHARED_TABLES)
             read_tables(now, stage_buffer + slot + TABLES_AT + (lane_id() >> 2) * ROW_TABLES * 4 - lane_id() * 16);
         read_stage_scales(now[0], stage_buffer + slot + TABLES_AT - lane_id() * 16);
-        if (LINES || SHARED_TABLES) warp_sync();  // before others' places take new ones
+        if (LINES || SHARED_TABLES) warp_sync();  // all lanes have read the stage that prefetch() overwrites
         prefetch();
     }
     static DEVICE void read(Slot<F>& out, const char* from) {
@@ -280,8 +283,7 @@ template <class F, int DEPTH, bool K_TILED = false> struct Stream {
         }
     }
     static DEVICE void read_tables(Slot<F> (&now)[PAIR<F>], const char* from) {
-        // A shallow multi-stage buffer is that of kernels with many sums, which have no four registers in a row to
-        // spare.
+        // Kernels with a shallow buffer have many accumulators, and no four consecutive registers to spare.
         struct alignas(DEPTH <= SHALLOW ? 4 : ROW_TABLES < 4 ? 4 * ROW_TABLES : 16) All {
             uint32_t v[ROW_TABLES];
         };

@@ -1,14 +1,17 @@
-// The way of 3-bit weights from a tile to a lane: two words of a row and its third, see Int3 in formats.h.
+// Copies of 3-bit weights from a tile to a lane: two words of a row, and the third word; see Int3 in formats.h.
 #pragma once
 #include "weight_tiles.h"
 
-// Where in a tile the first two words of row r lie for this lane, and of the third that of the first of both its rows.
+// Byte offsets in a tile, for this lane: of the first two words of row r; and of the third words of rows r % 8 and
+// r % 8 + 8, which lie together.
 DEVICE int pair_place(int r) { return (4 * (r & 7) + fragment_quarter()) * 16 + (r & 8); }
 DEVICE int third_place(int r) { return 512 + (4 * (r & 7) + fragment_quarter()) * 8; }
 
-// A stage. from: in the first step's tile, at pair_place. In shared memory words of a lane's rows lie as in the tile,
-// `into` with them; where there is none, in `held`.
-template <class F> DEVICE void copy_three_bits(char* into, Slot<F>* held, const char* from, bool there, bool second) {
+// Starts the copies of a stage. from: pair_place in the tile of the first step. there, second: whether the first and
+// the second step exist; else zeros are written. With stages in shared memory they go to `into`, in the order of the
+// tile; else to `in_registers`.
+template <class F>
+DEVICE void copy_three_bits(char* into, Slot<F>* in_registers, const char* from, bool there, bool second) {
     const int r = fragment_row(0), third = third_place(r) - pair_place(r);
 #pragma unroll
     for (int u = 0; u < PAIR<F>; ++u) {
@@ -17,13 +20,13 @@ template <class F> DEVICE void copy_three_bits(char* into, Slot<F>* held, const 
             stream_copy<16>(into + begin, from + begin, u ? second : there);
             stream_copy<8>(into + begin + third, from + begin + third, u ? second : there);
         } else {
-            stream_copy<8>(&held[u].w[0].x, from + begin, u ? second : there);
-            stream_copy<4>(&held[u].w[0].z, from + begin + third + (r & 8) / 2, u ? second : there);
+            stream_copy<8>(&in_registers[u].w[0].x, from + begin, u ? second : there);
+            stream_copy<4>(&in_registers[u].w[0].z, from + begin + third + (r & 8) / 2, u ? second : there);
         }
     }
 }
 
-// A step from shared memory. from: at this lane's place.
+// Reads a step's words from shared memory. from: this lane's place there. Precondition: the copies have arrived.
 template <class F> DEVICE void read_three_bits(Slot<F>& out, const char* from) {
     struct alignas(8) Thirds {
         uint32_t v[2];

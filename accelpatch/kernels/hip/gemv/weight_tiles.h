@@ -1,4 +1,4 @@
-// Weights of a tile: the bytes of a step, what a lane holds of them, and where rows and scales lie.
+// Weights of a tile: the bytes of a step, what a lane has of them, and where rows and scales lie.
 #pragma once
 #include "experts/stacked.h"
 
@@ -10,11 +10,11 @@ template <class F> constexpr int SLOT_BYTES = WEIGHT_BYTES<F> + TABLE_BYTES<F> *
 // Of a stage in shared memory: the scales of its 16 rows, where a stage has scales.
 template <class F> constexpr int STAGE_SCALE_BYTES = SHARED_STAGES && STAGE_SCALES<F> ? 64 : 0;
 
-// Neighbouring steps of K in a stage: two at once hide each other's latencies, where registers hold their scales.
+// Steps of K in a stage: two hide each other's latencies, where there are registers for their scales.
 template <class F> constexpr int PAIR = F::GROUPS * SCALE_PAIRS * TABLES<F> > 8 ? 1 : 2;
 template <class F> constexpr int STREAM_STAGE_BYTES = PAIR<F> * SLOT_BYTES<F> + STAGE_SCALE_BYTES<F>;
 
-// What a lane holds of one step.
+// What a lane has of one step, in registers.
 template <class F> struct Slot {
     static constexpr int WORDS = F::GROUPS ? F::GROUPS * SCALE_PAIRS : STAGE_SCALES<F> ? 2 : 1;
     Words4 w[ROWS_PER_LANE];
@@ -22,7 +22,7 @@ template <class F> struct Slot {
     uint32_t scale[WORDS], offset[WORDS];
 };
 
-// Blocks that tiles are cut for.
+// The number of blocks that share the tiles.
 template <class F> DEVICE int tile_blocks(const GemvPlan& plan) {
     return STACKED<F> ? plan.experts.blocks : int(gridDim.x);
 }
@@ -37,9 +37,9 @@ DEVICE int64_t weight_row(const GemvArgs& a, int tile, int r) {
     const int64_t half = a.n / 2, at = int64_t(tile) * 8 + (r & 7);
     return at < half ? at + (r >> 3) * half : a.n;
 }
-// Scales of a stage, one for each of its 16 rows, into the multi-stage buffer, a row a lane (and the same row by the
-// lane 16 further); and those of a lane's rows from there. Nothing where a stage has none, or registers hold it.
-// `scale`: the stage's of this lane's row.
+// Copies a stage's scales, one for each of its 16 rows, into the multi-stage buffer: a row a lane, and the lane 16
+// further copies the same row. read_stage_scales reads those of a lane's rows. Both do nothing where a stage has no
+// scales, or is in registers. scale: the address of the stage's scale of this lane's row.
 template <class F>
 DEVICE void copy_stage_scales(const GemvArgs& a, char* into, const char* scale, int tile, bool there) {
     if constexpr (STAGE_SCALE_BYTES<F> > 0)
@@ -54,8 +54,8 @@ template <class F> DEVICE int64_t scale_sets(const GemvArgs& a, const GemvPlan& 
     return F::GROUPS ? ((plan.steps - 1) >> a.group_shift) + 1 : 0;
 }
 
-// Where a lane finds scales (or offsets) of a tile: the first of those that it brings into the multi-stage buffer or
-// into its registers.
+// The address of the first scales (or offsets) of a tile that a lane copies into the multi-stage buffer, or loads into
+// its registers.
 template <class F> DEVICE const char* first_scales(const GemvArgs& a, const GemvPlan& plan, int tile) {
     if constexpr (STAGE_SCALE_BYTES<F> > 0) {
         const int64_t stages = (plan.steps + PAIR<F> - 1) / PAIR<F>;
@@ -67,8 +67,8 @@ template <class F> DEVICE const char* first_scales(const GemvArgs& a, const Gemv
            ((STACKED<F> ? 0 : tile * scale_sets<F>(a, plan) * 8) + pair) * SCALE_BYTES<F>;
 }
 
-// Rows that no 16-byte load may touch: 16 bytes one by one, zeros past the row's end. `room`: bytes from `from` to
-// there.
+// Loads 16 bytes of a row one by one, where 16-byte loads are not aligned; zeros past the row's end, which is `room`
+// bytes after `from`.
 template <int RUN> static __device__ __noinline__ Words4 gather(const char* from, int room) {
     uint32_t out[4] = {0, 0, 0, 0};
 #pragma unroll 1

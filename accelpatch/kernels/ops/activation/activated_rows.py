@@ -60,8 +60,8 @@ def activated_rows(x: Tensor, activation: str, scale: Tensor | None, form: torch
     scale: a static one, one float; None: one a row. form: a key of `quantize_rows.LARGEST`. Raises KernelError for
     arguments that do not fit.
     """
-    q, held = dispatch.run(OP, spec, x.device, (x, activation, scale, form))
-    return q, held
+    q, scales = dispatch.run(OP, spec, x.device, (x, activation, scale, form))
+    return q, scales
 
 
 @activated_rows.register_fake

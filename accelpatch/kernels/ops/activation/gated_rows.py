@@ -66,8 +66,8 @@ def gated_rows(both: Tensor, activation: str, scale: Tensor | None, form: torch.
     scale: a static one, one float; None: one a row. form: int8 or an e4m3. Raises KernelError for arguments that do
     not fit.
     """
-    q, held = dispatch.run(OP, spec, both.device, (both, activation, scale, form))
-    return q, held
+    q, scales = dispatch.run(OP, spec, both.device, (both, activation, scale, form))
+    return q, scales
 
 
 @gated_rows.register_fake

@@ -51,18 +51,19 @@ def reference(x: Tensor, scale: Tensor | None = None, form: torch.dtype = torch.
     """As the docstring says."""
     values, bound = x.to(torch.float32), LARGEST[form]
     if scale is None:
-        most = values.abs().amax(-1, keepdim=True)
-        finite, small = most.isfinite(), most < LEAST
-        largest = torch.full_like(most, bound)  # divided as a number, it is torch's product with an inverse
-        live, times = finite & ~small, largest / most
-        held = torch.where(finite, torch.where(small, 0.0, most / largest), torch.nan)
+        absmax = values.abs().amax(-1, keepdim=True)
+        finite, small = absmax.isfinite(), absmax < LEAST
+        # torch computes number / tensor as number * (1 / tensor), which rounds twice.
+        largest = torch.full_like(absmax, bound)
+        valid, inverse = finite & ~small, largest / absmax
+        scales = torch.where(finite, torch.where(small, 0.0, absmax / largest), torch.nan)
     else:
-        finite = live = values.isfinite().all(-1, keepdim=True)
-        one = scale.to(torch.float32)
-        held, times = torch.where(finite, one, torch.nan), 1 / one
-    q = torch.where(live, values * times, 0.0)
+        finite = valid = values.isfinite().all(-1, keepdim=True)
+        static = scale.to(torch.float32)
+        scales, inverse = torch.where(finite, static, torch.nan), 1 / static
+    q = torch.where(valid, values * inverse, 0.0)
     q = q.round() if form == torch.int8 else q
-    return q.clamp(-bound, bound).to(form), held  # the conversion to e4m3 does not saturate by itself
+    return q.clamp(-bound, bound).to(form), scales  # the conversion to e4m3 does not saturate by itself
 
 
 def spec(x: Tensor, scale: Tensor | None = None, form: torch.dtype = torch.int8) -> Spec:
@@ -89,9 +90,9 @@ def form_why_not(spec: Spec, device: Device) -> str | None:
 
 
 def by_torch(x: Tensor, scale: Tensor | None = None, form: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """The implementation `torch`: the reference, whose scales come with the strides of contiguous ones."""
-    q, held = reference(x, scale, form)
-    return q.contiguous(), held.clone(memory_format=torch.contiguous_format)
+    """The implementation `torch`: the reference, with contiguous results."""
+    q, scales = reference(x, scale, form)
+    return q.contiguous(), scales.clone(memory_format=torch.contiguous_format)
 
 
 def triton_why_not(spec: Spec, device: Device) -> str | None:
@@ -115,8 +116,8 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None, form: torch.dtype = to
     scale: a single static one; None: one a row, by its largest magnitude. form: a key of `LARGEST`. Raises KernelError
     for arguments that do not fit.
     """
-    q, held = dispatch.run(OP, spec, x.device, (x, scale, form))
-    return q, held
+    q, scales = dispatch.run(OP, spec, x.device, (x, scale, form))
+    return q, scales
 
 
 @quantize_rows.register_fake

@@ -64,27 +64,28 @@ def reference_(
     own = slot[:, None] + torch.arange(tokens, device=qkv.device)
     row = torch.arange(rows, device=qkv.device)[:, None]
     keys[row, :, own], values[row, :, own] = k.transpose(1, 2), parts[2].transpose(1, 2)
-    given = mask.ne(0) | (torch.arange(keys.shape[2], device=qkv.device) >= slot[:, None])
-    # token by token: torch's GEMMs may round a token differently among others
-    each = [_one(q[:, :, at : at + 1], given, own[:, at, None], keys, values, shape) for at in range(tokens)]
+    visible = mask.ne(0) | (torch.arange(keys.shape[2], device=qkv.device) >= slot[:, None])
+    # Token by token: torch's GEMMs may round a token differently in a batch of tokens.
+    each = [_one(q[:, :, at : at + 1], visible, own[:, at, None], keys, values, shape) for at in range(tokens)]
     return torch.cat(each, dim=2).transpose(1, 2).reshape(*qkv.shape[:-1], -1)
 
 
-def _one(q: Tensor, given: Tensor, own: Tensor, keys: States, values: States, shape: AttentionShape) -> Tensor:
-    """y[B, Hq, 1, D] of the token at slot own[B, 1], which attends to itself and to earlier slots where given[B, L]."""
+def _one(q: Tensor, visible: Tensor, own: Tensor, keys: States, values: States, shape: AttentionShape) -> Tensor:
+    """y[B, Hq, 1, D] of the token at slot own[B, 1], which attends to itself and to earlier slots where visible[B,
+    L]."""
     at = torch.arange(keys.shape[2], device=q.device)
-    hidden = ~(given & (at <= own) & (at > own - (shape.window or keys.shape[2] + 1)))[:, None, None]
-    # what hidden slots hold must not matter
-    held = [one.masked_fill(hidden.transpose(2, 3), 0).repeat_interleave(shape.heads // shape.kv_heads, 1)
+    hidden = ~(visible & (at <= own) & (at > own - (shape.window or keys.shape[2] + 1)))[:, None, None]
+    # Hidden slots may hold NaN, which a probability of 0 would not hide.
+    cached = [one.masked_fill(hidden.transpose(2, 3), 0).repeat_interleave(shape.heads // shape.kv_heads, 1)
             for one in (floats(keys), floats(values))]  # fmt: skip
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(wide) @ held[0].to(wide).mT * shape.scaling
+    scores = q.to(wide) @ cached[0].to(wide).mT * shape.scaling
     if shape.softcap:
         scores = (scores / shape.softcap).tanh() * shape.softcap
     scores = scores.masked_fill(hidden, float("-inf"))
     if shape.sinks is not None:
         scores = torch.cat((scores, shape.sinks.to(wide)[None, :, None, None].expand(len(q), -1, -1, -1)), -1)
-    return (scores.softmax(-1)[..., : keys.shape[2]] @ held[1].to(wide)).to(q.dtype)
+    return (scores.softmax(-1)[..., : keys.shape[2]] @ cached[1].to(wide)).to(q.dtype)
 
 
 def why_not(shape: AttentionShape, dtype: torch.dtype, device: Device, cache: str = FLOAT) -> str | None:
@@ -154,10 +155,12 @@ def spec(
     require(1 <= tokens <= MAX_NEW_TOKENS, OP, f"takes 1 to {MAX_NEW_TOKENS} tokens a row, not {tokens}")
     due = rows * tokens * shape.columns
     require(qkv.numel() == due, OP, f"qkv holds {due} numbers, not {list(qkv.shape)}")
-    held = (rows, shape.kv_heads, keys.shape[2], shape.size)
-    fit = keys.shape == held and values.shape == held and mask.shape == (rows, keys.shape[2])
+    cache_shape = (rows, shape.kv_heads, keys.shape[2], shape.size)
+    fit = keys.shape == cache_shape and values.shape == cache_shape and mask.shape == (rows, keys.shape[2])
     require(
-        fit, OP, f"cache {list(keys.shape)}, {list(values.shape)} and mask {list(mask.shape)} are not of {list(held)}"
+        fit,
+        OP,
+        f"cache {list(keys.shape)}, {list(values.shape)} and mask {list(mask.shape)} are not of {list(cache_shape)}",
     )
     alike = all(one.dtype == qkv.dtype for one in (keys, values))
     whole = all(one.dtype == torch.int64 for one in (positions, slot, mask))

@@ -4,9 +4,9 @@
     y_i = sum_j softmax_j(s)[i, j] v_j                     over the keys j that query i sees
 
 q[B, Hq, L, D], k, v[B, Hkv, S, D] of any strides; query head h uses KV head h // (Hq / Hkv); y[B, L, Hq, D] contiguous,
-in q's dtype. ranges[B, L, 2] int32: query i sees the keys low <= j < high, which holds causality, padding and packed
-sequences. Without: the queries are the last ones of the keys where causal, else they see all. window > 0 leaves the
-last `window` keys before high. bias: float, added to the scores, or bool, True where a key is seen besides.
+in q's dtype. ranges[B, L, 2] int32: query i sees the keys low <= j < high, which expresses causality, padding and
+packed sequences. Without ranges the queries are the last of the keys where causal, else they see all keys. window > 0
+keeps the last `window` keys before high. bias: float, added to the scores, or bool, True for keys that are visible.
 sinks[Hq]: one more term exp(sink) in the softmax's denominator. A query that sees no key gets zeros; keys that no query
 sees have no influence, not even as NaN. Source: Dao 2023, "FlashAttention-2", arXiv:2307.08691.
 """
@@ -30,7 +30,7 @@ from accelpatch.kernels.spec import Implementation, Kernel, Spec
 from accelpatch.kernels.triton import launch
 
 OP = "flash_attention"
-LARGEST_HEAD, LARGEST_WIDE_HEAD = 256, 128  # of the Triton kernel, and of it in float32
+LARGEST_HEAD, LARGEST_WIDE_HEAD = 256, 128  # head sizes of the Triton kernel; the second in float32
 MOST_PROGRAMS = (1 << 31) - 1  # of a launch
 
 
@@ -85,7 +85,7 @@ def by_eager(
     wide = torch.promote_types(s.dtype, torch.float32)
     hidden = s.isneginf() if mask is not None else None
     if hidden is not None:
-        s = s.masked_fill(hidden.all(-1, keepdim=True), 0)  # or a query that sees nothing has gradients of NaN
+        s = s.masked_fill(hidden.all(-1, keepdim=True), 0)  # else the gradients of a query that sees no key are NaN
     p = s.softmax(-1, dtype=wide)
     if sinks is not None:
         p = p * torch.sigmoid(s.to(wide).logsumexp(-1, keepdim=True) - sinks.to(wide)[None, :, None, None])
@@ -158,7 +158,7 @@ def of_shape(
     causal: bool = True, window: int = 0, softcap: float = 0.0, scaling: float = 1.0, ranges: bool = False,
     sinks: bool = False, bias: torch.dtype | None = None, bias_heads: int = 1,
 ) -> Spec:  # fmt: skip
-    """The Spec of attention of this size, for planning. bias: its dtype. A window that shows all is none."""
+    """The Spec of attention of this size, for planning. bias: its dtype. A window that hides no key counts as none."""
     sizes = {"B": b, "H": heads, "Hkv": kv_heads, "L": length, "S": keys, "D": size}
     options = {"causal": causal, "window": window if window < keys else 0, "softcap": softcap, "scaling": scaling,
                "ranges": ranges, "sinks": sinks, "bias": bias, "bias_heads": bias_heads}  # fmt: skip

@@ -1,6 +1,6 @@
-"""Masks of attention for implementations that take no ranges: which keys a query sees, which keys anybody sees.
+"""Attention masks for implementations that take no ranges: which keys a query sees, and which keys any query sees.
 
-Words of flash_attention.py: a query of row b sees the keys low <= j < high of ranges[b, i] = (low, high).
+As in flash_attention.py a query of row b sees the keys low <= j < high of ranges[b, i] = (low, high).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def by_token(y: Tensor) -> Tensor:
 def without_hidden(
     length: int, k: Tensor, v: Tensor, bias: Tensor | None, window: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """k, v and bias without the keys before every window of the last `length` queries; views."""
+    """Views of k, v and bias without the keys that precede the windows of all of the last `length` queries."""
     first = k.shape[2] - length + 1 - window
     if not window or first <= 0:
         return k, v, bias
@@ -57,7 +57,7 @@ def combined(seen: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Te
 
 
 def shown(mask: Tensor) -> Tensor:
-    """Boolean, of the mask's shape: where it hides nothing."""
+    """The mask as booleans, true where a key is visible."""
     return mask if mask.dtype == torch.bool else ~mask.isneginf()
 
 
@@ -71,8 +71,8 @@ def emptied(k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def texts_of(ranges: Tensor) -> list[int] | None:
-    """Lengths of the texts that lie one behind the other in a row, of ranges[1, L, 2] in which each token sees those
-    before it in its text, and itself. None for any other mask. Waits for the device.
+    """Lengths of the texts that are packed in one row, if ranges[1, L, 2] say that each token sees itself and the
+    tokens before it in its own text. None for any other mask. Waits for the device.
     """
     if ranges.shape[0] != 1:
         return None

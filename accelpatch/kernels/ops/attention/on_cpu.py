@@ -52,7 +52,7 @@ def by_cpu(
         both = torch.stack((first, last + 1), -1).expand(batch, length, 2)
     else:
         both = ranges.to(torch.int64)
-    held = None if sinks is None else sinks.float().contiguous()
+    float_sinks = None if sinks is None else sinks.float().contiguous()
     empty = both[..., 1] <= both[..., 0]
     starts = both[..., 0].clamp(max=keys - 1).contiguous()
     slots = torch.where(empty, starts, both[..., 1] - 1).contiguous()
@@ -60,16 +60,16 @@ def by_cpu(
         call = Attention(
             pointer(rows[row]), pointer(k[row]), pointer(v[row]), pointer(y[row]), pointer(slots[row]),
             pointer(starts[row]), length, heads, kv_heads, size, 0, k.stride(1), window, scaling, softcap,
-            pointer(held),
+            pointer(float_sinks),
         )  # fmt: skip
         check(native().ap_attention_run(byref(call), threads()), f"q of shape {list(q.shape)}")
     return y.masked_fill_(empty[..., None, None], 0) if ranges is not None else y
 
 
-def _slots(held: Tensor) -> Tensor:
-    """Keys or values whose slots lie behind each other."""
-    fits = held.stride(3) == 1 and held.stride(2) == held.shape[3]
-    return held if fits else held.contiguous()
+def _slots(states: Tensor) -> Tensor:
+    """Keys or values whose slots are contiguous; copied only where needed."""
+    fits = states.stride(3) == 1 and states.stride(2) == states.shape[3]
+    return states if fits else states.contiguous()
 
 
 IMPLEMENTATIONS = {"cpu": Implementation(by_cpu, why_not)}

@@ -1,4 +1,4 @@
-"""flash_attention by kernels of other packages, where they are installed: none is needed, and none is fetched.
+"""flash_attention by kernels of other packages, where these are installed; none is required or downloaded.
 
     flash_attn_3   flash_attn_interface.flash_attn_func           Hopper
     flash_attn_2   flash_attn.flash_attn_func                     NVIDIA; AMD by Composable Kernel or Triton
@@ -40,7 +40,7 @@ def installed(package: str) -> bool:
 
 
 def _why_not(spec: Spec, device: Device, package: str, name: str) -> str | None:
-    """Limits that all of them have."""
+    """Limits that the kernels of all packages have; None within them."""
     options, size = spec.options, spec.sizes["D"]
     if device.kind != "cuda":
         return f"{name} runs on GPUs"
@@ -123,7 +123,7 @@ def _attend(
     ranges: Tensor | None = None, bias: Tensor | None = None, sinks: Tensor | None = None, causal: bool = True,
     window: int = 0, softcap: float = 0.0, scaling: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """By a function of flash-attn's form. softcap_name: its argument, if it has one."""
+    """By a function with flash-attn's signature. softcap_name: its argument for the softcap, if it has one."""
     more: dict[str, Any] = {softcap_name: softcap} if softcap_name is not None and softcap else {}
     if window:
         more["window_size"] = (window - 1, 0)

@@ -52,12 +52,12 @@ def _of_text(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, text: Text
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q[1, Hq, L, D], and k and v[1, Hkv, past + L, D] of a text."""
-    new, placed = slice(text.first, text.last), rows.placed(text)
+    own, placed = slice(text.first, text.last), rows.placed(text)
 
-    def after(held: Tensor, one: Tensor) -> Tensor:
-        return (torch.cat((held.index_select(0, placed), one)) if text.past else one).transpose(0, 1)[None]
+    def after(cached: Tensor, own: Tensor) -> Tensor:
+        return (torch.cat((cached.index_select(0, placed), own)) if text.past else own).transpose(0, 1)[None]
 
-    return q[new].transpose(0, 1)[None], after(keys, k[new]), after(values, v[new])
+    return q[own].transpose(0, 1)[None], after(keys, k[own]), after(values, v[own])
 
 
 def _write_(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, rows: PagedRows) -> None:
@@ -91,8 +91,8 @@ def spec(
         require(one.stride(2) == 1, OP, f"the numbers of a head lie behind each other, not those of {name}")
     (tokens, heads, size), kv_heads = q.shape, k.shape[1]
     require(k.shape == v.shape == (tokens, kv_heads, size), OP, f"k and v are [{tokens}, Hkv, {size}], not {say(k)}")
-    held = all(one.shape[1:] == (kv_heads, size) and one.is_contiguous() for one in (keys, values))
-    require(held, OP, f"keys and values are contiguous [S, {kv_heads}, {size}], not {say(keys)} and {say(values)}")
+    fits = all(one.shape[1:] == (kv_heads, size) and one.is_contiguous() for one in (keys, values))
+    require(fits, OP, f"keys and values are contiguous [S, {kv_heads}, {size}], not {say(keys)} and {say(values)}")
     require(kv_heads > 0 and heads % kv_heads == 0, OP, f"{heads} query heads are no multiple of {kv_heads} KV heads")
     require(rows.write.shape[0] <= tokens, OP, f"{rows.write.shape[0]} tokens are written, and {tokens} are given")
     require(window >= 0 and softcap >= 0, OP, f"a window of {window} and a softcap of {softcap} are at least 0")
@@ -152,11 +152,11 @@ def by_cpu(
         queries = (q if whole else q[own]).contiguous()
         out = y if whole else torch.empty_like(queries)
         starts = starts if not window else torch.maximum(starts, ends - window)
-        held = None if sinks is None else sinks.float().contiguous()
+        float_sinks = None if sinks is None else sinks.float().contiguous()
         call = Pages(
             *map(pointer, (queries, keys, values, out, index, starts, ends)),
             len(own), q.shape[1], k.shape[1], q.shape[2], len(keys), scaling, softcap,
-            pointer(held),
+            pointer(float_sinks),
         )  # fmt: skip
         check(native().ap_pages_run(byref(call), threads()), f"q of shape {list(q.shape)}")
         if not whole:

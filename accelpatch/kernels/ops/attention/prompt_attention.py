@@ -33,9 +33,9 @@ ROTARY = "prompt_rotary"
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """What the tokens of a prompt see, as flash_attention takes it; nothing: all tokens up to their own.
+    """Which keys the tokens of a prompt see, in flash_attention's arguments; by default all tokens up to their own.
 
-    ranges[B, L, 2]: where padding is at the ends of a row; the window is in it. bias[B, 1, L, S] bool: where padding is
+    ranges[B, L, 2]: for padding at the ends of a row; they include the window. bias[B, 1, L, S] bool: for padding
     anywhere. window, causal: as in flash_attention.
     """
 
@@ -46,8 +46,8 @@ class Shown:
 
 
 def shown(mask: Tensor | None, start: int, length: int, window: int) -> Shown:
-    """Of the tokens start to start + length - 1, given mask[B, S], 0 for padding. Waits for the device, if a mask is
-    given. Padding sees nothing where no key is before it, and its rows of y are then zero."""
+    """The Shown of the tokens start to start + length - 1, given mask[B, S], 0 for padding. Waits for the device, if a
+    mask is given. Padding sees no key where none is before it, and its rows of y are then zero."""
     if mask is None:
         return Shown(window=window)
     keys = start + length
@@ -64,7 +64,7 @@ def shown(mask: Tensor | None, start: int, length: int, window: int) -> Shown:
 
 
 def _visible(seen: Shown, length: int, keys: int, like: Tensor) -> Tensor:
-    """Boolean [B or 1, 1, L, S] of what the last `length` tokens see."""
+    """Boolean [B or 1, 1, L, S]: which keys the last `length` tokens see."""
     given = visible(length, keys, seen.ranges, seen.causal, seen.window, like)
     if given is None or seen.bias is None:
         given = seen.bias if given is None else given
@@ -74,8 +74,8 @@ def _visible(seen: Shown, length: int, keys: int, like: Tensor) -> Tensor:
 
 
 def module_mask(seen: Shown, length: int, keys: int, like: Tensor, blind: bool = False) -> Tensor:
-    """Boolean [B or 1, 1, L, S] of what the last `length` tokens see, for a layer's module; one that sees nothing sees
-    itself, so that its row is not NaN, which 0 * NaN would spread. blind: but for that."""
+    """Boolean [B or 1, 1, L, S]: which keys the last `length` tokens see, for a layer's module. A token without a key
+    sees itself, since its row would be NaN, which 0 * NaN would spread. blind: leave such tokens without a key."""
     given = _visible(seen, length, keys, like)
     if blind:
         return given
@@ -130,8 +130,8 @@ def prompt_attention_(
 ) -> Tensor:
     """y[B L, Hq D] in qkv's dtype. qkv must be contiguous and is overwritten; seen: of `shown`.
 
-    Of a cache in 8 bits it attends to what the cache holds, its own tokens too: how a prompt is cut in parts changes
-    nothing, and later steps see the same keys.
+    With a cache in 8 bits it attends to the rounded states, those of its own tokens too. So the result does not depend
+    on how a prompt is split into parts, and later steps see the same keys.
     """
     batch, length = positions.shape
     if isinstance(keys, Tensor) and isinstance(values, Tensor):
@@ -157,7 +157,7 @@ def attend_by_torch(
     qkv: Tensor, positions: Tensor, seen: Shown, keys: Tensor, values: Tensor, shape: AttentionShape, eager: bool
 ) -> Tensor:
     """As `attend`, by the functions that transformers' implementations `sdpa` and `eager` call: a token that sees no
-    key gets what these give it."""
+    key gets what these functions give."""
     batch, length = positions.shape
     q = qkv.view(batch, length, -1, shape.size)[:, :, : shape.heads].transpose(1, 2)
     k, v = (one.repeat_interleave(shape.heads // shape.kv_heads, 1) for one in (keys, values))

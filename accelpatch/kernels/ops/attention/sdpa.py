@@ -1,9 +1,9 @@
-"""flash_attention by torch's scaled_dot_product_attention: the back end of its own choice, or a given one.
+"""flash_attention by torch's scaled_dot_product_attention: by the back end that torch chooses, or by a given one.
 
-torch aligns its causal mask with the first key, and its masks are tensors: where there are ranges or a window, and on a
-CPU where queries are not as many as keys, a mask is built, and what nobody sees is hidden by zeros. A long part of a
-prompt runs by cuDNN in two calls, over the keys before it and over its own. Limits of the back ends are those of torch
-2.11 to 2.13 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+torch aligns its causal mask with the first key, and its masks are tensors. So a mask is built where there are ranges or
+a window, and on a CPU where there are not as many queries as keys; keys that no query sees are replaced by zeros. A
+long part of a prompt runs by cuDNN in two calls, over the keys before it and over its own. Limits of the back ends are
+those of torch 2.11 to 2.13 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FIRST_CUDNN = 91501  # earlier ones fail for lengths that are no multiple of 128
 
 
 def is_part(spec: Spec) -> bool:
-    """Whether a call is about the last of a causal prompt's tokens, and they are several."""
+    """Whether the queries of a call are the last tokens, more than one, of a causal prompt."""
     masked = spec.options["ranges"] or spec.options["bias"] is not None or spec.options["window"]
     earlier = spec.sizes["S"] - spec.sizes["L"]  # cuDNN takes more than one key
     return spec.options["causal"] and not masked and spec.sizes["L"] > 1 and earlier > 1
@@ -51,10 +51,12 @@ def why_not(spec: Spec, device: Device) -> str | None:
         return f"torch's attention has no {'softcap' if options['softcap'] else 'sinks'}"
     if options["bias"] not in (None, torch.bool, spec.dtype):
         return f"torch's attention takes a bias in q's dtype, {spec.dtype}, not in {options['bias']}"
-    held = sizes["B"] * options["bias_heads"] * sizes["L"] * sizes["S"] * spec.dtype.itemsize
+    mask_bytes = sizes["B"] * options["bias_heads"] * sizes["L"] * sizes["S"] * spec.dtype.itemsize
     last = device.kind == "cuda" and not (options["ranges"] or options["bias"] or options["window"])
-    if needs_mask(spec) and not last and held > LARGEST_MASK:
-        return f"torch's attention needs a mask of {held / (1 << 30):.1f} GiB here, more than {LARGEST_MASK >> 30}"
+    if needs_mask(spec) and not last and mask_bytes > LARGEST_MASK:
+        return (
+            f"torch's attention needs a mask of {mask_bytes / (1 << 30):.1f} GiB here, more than {LARGEST_MASK >> 30}"
+        )
     return None
 
 
@@ -92,7 +94,8 @@ def cudnn_why_not(spec: Spec, device: Device) -> str | None:
         return f"cuDNN's attention takes 16 bits and heads of up to {CUDNN_HEAD}, in steps of 8"
     if not is_part(spec) and (needs_mask(spec) or spec.sizes["S"] == 1):
         return "cuDNN's attention is used without a mask, and for more than one key"
-    version = torch.backends.cudnn.version() if device.index is not None else FIRST_CUDNN  # a plan has no library
+    # A plan for another machine has no library.
+    version = torch.backends.cudnn.version() if device.index is not None else FIRST_CUDNN
     return None if version and version >= FIRST_CUDNN else f"cuDNN {version} is older than {FIRST_CUDNN}"
 
 
@@ -123,7 +126,7 @@ def by_sdpa(
     alone = ranges is None and bias is None
     triangle = alone and causal and length == keys > 1 and not 0 < window < keys
     every = alone and (not causal or length == 1)  # all keys are seen
-    # of the last queries of more keys: torch's own form, which on a GPU builds no mask
+    # the last queries of more keys: torch's own causal bias, which builds no mask on a GPU
     last = alone and causal and 1 < length < keys and not window and q.is_cuda and backend is None
     seen = None if every or triangle or last else visible(length, keys, ranges, causal and length > 1, window, q)
     mask: Any = causal_lower_right(length, keys) if last else combined(seen, bias, q.dtype)
@@ -143,7 +146,7 @@ def by_sdpa(
         with sdpa_kernel(backend):
             y = attend()
     if rows is not None:
-        y = y.masked_fill(~rows.any(-1, keepdim=True), 0)  # some back ends make NaN of a query that sees nothing
+        y = y.masked_fill(~rows.any(-1, keepdim=True), 0)  # some back ends give NaN for a query that sees no key
     return by_token(y)
 
 
@@ -154,7 +157,7 @@ def by_cudnn(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         return by_sdpa(q, k, v, *rest, backend=SDPBackend.CUDNN_ATTENTION)
     q, k, v = rows_contiguous(q, k, v)
     attend = functools.partial(torch.ops.aten._scaled_dot_product_cudnn_attention, q, scale=scaling)
-    y, sums = attend(k[:, :, :earlier], v[:, :, :earlier], None, True)[:2]  # sums: logarithms of the weights' sums
+    y, sums = attend(k[:, :, :earlier], v[:, :, :earlier], None, True)[:2]  # sums: the logsumexp of each query's scores
     own, own_sums = attend(k[:, :, earlier:], v[:, :, earlier:], None, True, is_causal=True)[:2]
     part = torch.sigmoid(own_sums.float() - sums.float()).view(*y.shape[:3], 1)
     return by_token(y.lerp_(own, part.to(y.dtype)))

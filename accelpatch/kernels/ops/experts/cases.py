@@ -75,24 +75,24 @@ def of_random(
 ) -> Stack:  # fmt: skip
     """A random Stack, for parity checks. bits: 16 for floats of `dtype`. group: 0 for one scale a row. codes: of a
     codebook's name."""
-    beside = torch.randn(experts, n, generator=generator).to(device, dtype) if bias else None
+    bias_values = torch.randn(experts, n, generator=generator).to(device, dtype) if bias else None
     if bits == 16:
-        return Stack((torch.randn(experts, n, k, generator=generator) / k**0.5).to(device, dtype), bias=beside)
+        return Stack((torch.randn(experts, n, k, generator=generator) / k**0.5).to(device, dtype), bias=bias_values)
     scale = (torch.rand(experts, n, k // group if group else 1, generator=generator) + 0.5) / k**0.5
     if codes == FP8_CODES:
         q = torch.randn(experts, n, k, generator=generator) * 64
-        return Stack(q.to(E4M3).to(device), (scale / 64).to(device), None, beside)
+        return Stack(q.to(E4M3).to(device), (scale / 64).to(device), None, bias_values)
     if bits == 8:
         q = torch.randint(-127, 128, (experts, n, k), generator=generator, dtype=torch.int8)
-        return Stack(q.to(device), (scale / 64).to(device), None, beside)
+        return Stack(q.to(device), (scale / 64).to(device), None, bias_values)
     q = torch.randint(-128, 128, (experts, n, k // 2), generator=generator, dtype=torch.int8)
     if codes:
         factor = None
-        if codes == NVFP4:  # scales of a few hundred, and what makes them small again
+        if codes == NVFP4:  # scales of a few hundred, and factors of rows that make the product small again
             scale, factor = (
                 scale * 400,
                 (torch.rand(experts, n, 1, generator=generator).double() + 0.5).to(device) / 400,
             )
-        return Stack(to_words(q).to(device), (scale / 2).to(scale_dtype(codes)).to(device), factor, beside)
+        return Stack(to_words(q).to(device), (scale / 2).to(scale_dtype(codes)).to(device), factor, bias_values)
     half = (scale / 8).to(device, torch.float16)
-    return Stack(to_words(q).to(device), half, None if symmetric else -8 * half, beside)
+    return Stack(to_words(q).to(device), half, None if symmetric else -8 * half, bias_values)

@@ -220,12 +220,12 @@ def _linear(x: Tensor, stack: Stack, number: int, interleaved: bool) -> Tensor:
 
     def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
-        held, factor = w[start:stop], scale[start:stop]
+        w_rows, scales = w[start:stop], scale[start:stop]
         if stack.bits == 4:
-            beside = None if offset is None else offset[start:stop]
-            codes = held if stack.tiled else from_words(held, k)
-            return int4_linear.dequantize_rows(codes, factor, beside, stack.codes, wide)
-        return (held.to(wide).unflatten(1, (factor.shape[1], -1)) * factor.to(wide)[:, :, None]).flatten(1)
+            offsets = None if offset is None else offset[start:stop]
+            codes = w_rows if stack.tiled else from_words(w_rows, k)
+            return int4_linear.dequantize_rows(codes, scales, offsets, stack.codes, wide)
+        return (w_rows.to(wide).unflatten(1, (scales.shape[1], -1)) * scales.to(wide)[:, :, None]).flatten(1)
 
     return common.by_row_blocks(x, w.shape[0], k, rows, bias)
 

@@ -1,7 +1,7 @@
 """The implementation `hip` of experts (experts.py): few tokens, 4-bit codes in tiles; kernels: hip/experts/experts.h.
 
 Each chosen expert of each token is read for itself, in two launches: gate, up and silu; then down, the weighted sum and
-the residual. Sums of a token come in an order that depends on nothing beside it.
+the residual. The order of a token's sums does not depend on the other tokens of the call.
 """
 
 from __future__ import annotations

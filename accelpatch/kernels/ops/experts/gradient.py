@@ -22,8 +22,8 @@ def of_stack(stack: Stack, k: int, *, interleaved: bool) -> Linear:
     """The products with matrices [N, k] of a Stack. interleaved: whether rows of tiles are those of gate and up."""
 
     def linear_of(number: int, x: Tensor) -> Tensor:
-        held = stack.expert(number).canonical(k, interleaved=interleaved)
-        q, scale, offset, bias = (None if one is None else one[0] for one in held)
+        canonical = stack.expert(number).canonical(k, interleaved=interleaved)
+        q, scale, offset, bias = (None if one is None else one[0] for one in canonical)
         assert q is not None
         if scale is None:
             return linear(x, Plain(q), bias)
@@ -45,8 +45,8 @@ def of_pack(pack: ExpertPack) -> Linear:
     return linear_of
 
 
-def beside(base: Linear, factors: Sequence[tuple[Tensor, Tensor]]) -> Linear:
-    """base, and up[e] @ (down[e] @ x) of each pair of down[E, r, K] and up[E, N, r]."""
+def with_low_rank(base: Linear, factors: Sequence[tuple[Tensor, Tensor]]) -> Linear:
+    """base plus LoRA: up[e] @ (down[e] @ x) is added for each pair of down[E, r, K] and up[E, N, r]."""
 
     def both(number: int, x: Tensor) -> Tensor:
         y = base(number, x)

@@ -30,16 +30,16 @@ def dense(stack: Stack, expert: int, k: int, dtype: torch.dtype, interleaved: bo
         )
         assert q is not None
         assert factor is not None
-        held = q.view(torch.uint8)
-        codes = torch.stack((held & 15, held >> 4), dim=-1).flatten(1)
+        packed = q.view(torch.uint8)
+        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
         return _decoded(codes, factor, least, 4, stack.codes, dtype)
     w, scale = stack.w[expert], stack.scale
     if scale is None:
         return w.to(dtype)
     codes = w
     if stack.bits == 4:
-        held = w.view(len(w), -1, 1, WORDS)
-        codes = torch.cat([(held >> 4 * nibble) & 15 for nibble in range(8)], dim=2).flatten(1)[:, :k]
+        packed = w.view(len(w), -1, 1, WORDS)
+        codes = torch.cat([(packed >> 4 * nibble) & 15 for nibble in range(8)], dim=2).flatten(1)[:, :k]
     least = None if stack.offset is None else stack.offset[expert]
     return _decoded(codes, scale[expert], least, stack.bits, stack.codes, dtype)
 
@@ -67,10 +67,10 @@ def reference(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:
         token, place = (ids == expert).nonzero(as_tuple=True)
         if not len(token):
             continue
-        beside = [None if one.bias is None else one.bias[expert].to(x.dtype) for one in (up, down)]
-        both = functional.linear(x[token], dense(up, expert, x.shape[1], x.dtype, True), beside[0])
+        biases = [None if one.bias is None else one.bias[expert].to(x.dtype) for one in (up, down)]
+        both = functional.linear(x[token], dense(up, expert, x.shape[1], x.dtype, True), biases[0])
         inner = _gated(both, *gate)
-        made = functional.linear(inner, dense(down, expert, inner.shape[1], x.dtype), beside[1])
+        made = functional.linear(inner, dense(down, expert, inner.shape[1], x.dtype), biases[1])
         y.index_add_(0, token, made.to(wide) * weights[token, place, None].to(wide))
     made = y.to(x.dtype)
     return made if residual in ((), (None,)) else residual[0] + made

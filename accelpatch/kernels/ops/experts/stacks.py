@@ -33,10 +33,10 @@ def why_not_stack(stack: Stack, n: int, k: int, experts: int, device: torch.devi
     of_rows = stack.codes == NVFP4
     if offset is not None and not of_rows and (scale is None or stack.bits != 4 or offset.shape != scale.shape):
         return f"an offset is {say(offset)}, which belongs to 4-bit codes and has the shape of their scale"
-    return _why_not_beside(stack, n, experts, device)
+    return _why_not_bias(stack, n, experts, device)
 
 
-def _why_not_beside(stack: Stack, n: int, experts: int, device: torch.device) -> str | None:
+def _why_not_bias(stack: Stack, n: int, experts: int, device: torch.device) -> str | None:
     bias = stack.bias
     if stack.codes == "e2m1" and (stack.bits != 4 or stack.offset is not None):
         return f"scales of {E8M0} belong to 4-bit codes without an offset"
@@ -58,4 +58,4 @@ def _why_not_tiles(stack: Stack, n: int, k: int, experts: int, device: torch.dev
     for one in (scale, scale if offset is None else offset):
         if list(one.shape) != table or one.dtype != scale.dtype:
             return f"scales and offsets are {table} of one dtype, not {say(one)}"
-    return _why_not_beside(stack, n, experts, device)
+    return _why_not_bias(stack, n, experts, device)

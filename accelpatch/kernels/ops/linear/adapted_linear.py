@@ -33,7 +33,7 @@ ADAPTED = "adapted_linear"
 
 @dataclass(frozen=True, eq=False)
 class AdaptedLinear(Described):
-    """A linear layer and the LoRA adapters beside it. base: without an activation. activation: as in FusedLinear."""
+    """A linear layer and its LoRA adapters. base: without an activation. activation: as in FusedLinear."""
 
     base: FusedLinear
     low: LowRank
@@ -67,7 +67,8 @@ class AdaptedLinear(Described):
 
     @functools.cached_property
     def alone(self) -> AdaptedLinear:
-        """The same for calls that may run beside others: each launch is given words of its own."""
+        """The same for calls that may run concurrently with others: each launch is given synchronisation words of its
+        own."""
         made = replace(self, low=replace(self.low, words=None))
         vars(made).update(down=self.down, up=self.up)
         return made

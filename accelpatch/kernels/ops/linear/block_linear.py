@@ -38,7 +38,7 @@ def reference(x: Tensor, blocks: Tensor, form: str, bias: Tensor | None = None) 
 
 
 def embedding_reference(ids: Tensor, blocks: Tensor, form: str, dtype: torch.dtype) -> Tensor:
-    """Dequantise the rows in use to a table of their own, then torch's own embedding."""
+    """Dequantise the rows that the ids select, then torch's own embedding over this smaller table."""
     used, places = torch.unique(ids, return_inverse=True)
     return functional.embedding(places, dense(dtype, blocks[used], form)[0])
 
@@ -46,8 +46,8 @@ def embedding_reference(ids: Tensor, blocks: Tensor, form: str, dtype: torch.dty
 def row_blocks(blocks: Tensor, form: str, bias: Tensor | None = None) -> Blocks:
     """The weight and the bias in float64, in blocks of rows."""
 
-    def part(dtype: torch.dtype, rows: Tensor, beside: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return dense(dtype, rows, form, beside)
+    def part(dtype: torch.dtype, rows: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return dense(dtype, rows, form, bias)
 
     return common.float64_blocks(part, blocks, bias)
 
@@ -68,7 +68,7 @@ def spec(x: Tensor, blocks: Tensor, form: str, bias: Tensor | None = None) -> Sp
     op, k = "block_linear", _check("block_linear", blocks, form)
     require(x.dim() >= 1 and x.dtype in FLOATS, op, f"x is float [..., K], not {say(x)}")
     require(x.shape[-1] == k, op, f"x has {x.shape[-1]} features, the weight {k}")
-    common.check_beside(op, x, blocks.shape[0], bias, blocks=blocks)
+    common.check_bias(op, x, blocks.shape[0], bias, blocks=blocks)
     return of_shape(blocks.shape[0], k, x.dtype, form, m=x.numel() // k)
 
 

@@ -17,7 +17,7 @@ from accelpatch.kernels.spec import Blocks, Spec
 
 #: elements of weight dequantised at once on a CPU: 1 MiB of float32 stays in a core's cache
 CPU_BLOCK = 1 << 18
-#: on a device: large enough for the product to fill it, small beside the memory of any
+#: on a device: large enough for the GEMM to fill it, and a small part of its memory
 DEVICE_BLOCK = 1 << 26
 CHECK_BLOCK = 1 << 22  # in float64: 32 MB, or 64 MB of 4-bit weights
 
@@ -51,12 +51,12 @@ def spec(
     require(x.shape[-1] == k, op, f"x has {x.shape[-1]} features, the weight {k}")
     require(n >= 1 and k >= 1, op, f"the weight is empty: N = {n}, K = {k}")
     group_size = check_scale(op, n, k, scale, offset)
-    check_beside(op, x, n, bias, q=q, scale=scale, offset=offset)
+    check_bias(op, x, n, bias, q=q, scale=scale, offset=offset)
     kind = "none" if offset is None else "minimum" if offset.is_floating_point() else "zero_point"
     return Spec(op, {"M": x.numel() // k, "N": n, "K": k}, x.dtype, scale.dtype, group_size, kind)
 
 
-def check_beside(op: str, x: Tensor, n: int, bias: Tensor | None, **weights: Tensor | None) -> None:
+def check_bias(op: str, x: Tensor, n: int, bias: Tensor | None, **weights: Tensor | None) -> None:
     """Raise KernelError unless bias is float [n] or None, and bias and weights are on x's device."""
     if bias is not None:
         fits = bias.dim() == 1 and bias.shape[0] == n and bias.dtype in FLOATS
@@ -83,7 +83,7 @@ def by_row_blocks(
 ) -> Tensor:
     """x[..., K] @ weight^T + bias, where `rows(start, stop, dtype)` returns rows of the weight as floats.
 
-    The whole weight is never held as floats. A CPU computes in float64 and rounds once: sums of float32, in the order
+    The whole weight never exists as floats. A CPU computes in float64 and rounds once: sums of float32, in the order
     that torch takes for a few rows, lose more than twice what the reference does. Elsewhere the rows are rounded to x's
     dtype, because the matrix units take no other (they accumulate in float32).
     """
@@ -118,11 +118,11 @@ def float64_blocks(dense: Dense, *weight: Tensor | None) -> Blocks:
 def dense_of(rows: RowMajor, dense: Dense, dtype: torch.dtype, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """A weight[N, K] as floats in `dtype`, its columns in the order of the inputs, and the bias.
 
-    dense: makes both of (dtype, *arguments, bias)."""
-    full, beside = dense(dtype, *rows.arguments(), bias)
+    dense: makes both, from (dtype, *arguments, bias)."""
+    full, float_bias = dense(dtype, *rows.arguments(), bias)
     if rows.order is not None:
         full = torch.empty_like(full).index_copy_(1, rows.order.long(), full)
-    return full, beside
+    return full, float_bias
 
 
 def blocks_of(rows: RowMajor, dense: Dense, bias: Tensor | None) -> Blocks:
@@ -143,7 +143,7 @@ def rows_like(spec: Callable[..., Spec]) -> Callable[..., Tensor]:
 
 
 def of_codes(scale: Tensor, codes: str) -> tuple[Tensor, Tensor | None]:
-    """scale[n, groups] in the dtype of a codebook's, and what lies beside it: of nvfp4 a factor for each row."""
+    """scale[n, groups] in the dtype that a codebook's scales have; and, for nvfp4, a factor for each row, else None."""
     if codes != NVFP4:
         return scale.to(scale_dtype(codes)), None
     return (scale * 8).to(E4M3), torch.linspace(0.1, 0.2, len(scale), dtype=torch.float64, device=scale.device)[:, None]

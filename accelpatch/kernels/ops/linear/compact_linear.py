@@ -66,13 +66,13 @@ def spec(x: Tensor, *args: Any) -> Spec:
     size = [padded, -(-k // STEP), STEP_BYTES]
     require(list(tiles.w.shape) == size, OP, f"the tiles of [{tiles.rows}, {k}] are {size}, not {say(tiles.w)}")
     interleaved = tiles.part == "all" or tiles.rows % (2 * TILE_ROWS) == 0
-    require(interleaved, OP, f"paired tiles hold a multiple of {2 * TILE_ROWS} rows, not {tiles.rows}")
+    require(interleaved, OP, f"interleaved tiles hold a multiple of {2 * TILE_ROWS} rows, not {tiles.rows}")
     fits = list(tiles.scale.shape) == [padded, TILE_ROWS] and tiles.scale.dtype == torch.float32
     require(fits, OP, f"scale is float32 {[padded, TILE_ROWS]}, not {say(tiles.scale)}")
-    held = tiles.outliers
-    fits = held.dtype == torch.int32 and held.dim() == 3 and list(held.shape[:2]) == [padded, TILE_ROWS]
-    require(fits and held.shape[2] % FOUR == 0 < held.shape[2], OP, f"outliers are int32, not {say(held)}")
-    common.check_beside(OP, x, n, bias, w=tiles.w, scale=tiles.scale, outliers=held)
+    outliers = tiles.outliers
+    fits = outliers.dtype == torch.int32 and outliers.dim() == 3 and list(outliers.shape[:2]) == [padded, TILE_ROWS]
+    require(fits and outliers.shape[2] % FOUR == 0 < outliers.shape[2], OP, f"outliers are int32, not {say(outliers)}")
+    common.check_bias(OP, x, n, bias, w=tiles.w, scale=tiles.scale, outliers=outliers)
     return of_shape(n, k, x.dtype, m=x.numel() // k)
 
 
@@ -128,13 +128,13 @@ def _by_gemm(x: Tensor, args: tuple[Any, ...], unpack: Callable[[CompactTiles], 
         y = functional.linear(flat, unpack(tiles).to(x.dtype), None if bias is None else bias.to(x.dtype))
         return y.view(*x.shape[:-1], tiles.n)
     halves = 1 if tiles.part == "all" else 2  # halves of the rows; in order within each
-    each, beside = TILE_ROWS // halves, in_halves(bias, tiles)
+    each, bias_halves = TILE_ROWS // halves, in_halves(bias, tiles)
     y = x.new_empty((flat.shape[0], halves, tiles.rows // halves))
     step = -(-tile_count // slices)
     for start in range(0, tile_count, step):
         part = unpack(_slice(tiles, start, start + step)).to(x.dtype)
         columns = slice(start * each, start * each + part.shape[0] // halves)
-        added = None if beside is None else beside[:, columns].flatten().to(x.dtype)
+        added = None if bias_halves is None else bias_halves[:, columns].flatten().to(x.dtype)
         y[:, :, columns] = functional.linear(flat, part, added).view(-1, halves, part.shape[0] // halves)
     kept = {"gate": y[:, 0], "up": y[:, -1]}.get(tiles.part, y)
     return kept.contiguous().view(*x.shape[:-1], tiles.n)

@@ -48,7 +48,7 @@ def spec(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Spec:
     n, k = w.shape
     require(n >= 1 and k >= 1, op, f"the weight is empty: N = {n}, K = {k}")
     require(x.shape[-1] == k, op, f"x has {x.shape[-1]} features, the weight {k}")
-    common.check_beside(op, x, n, bias, w=w)
+    common.check_bias(op, x, n, bias, w=w)
     return of_shape(n, k, x.dtype, m=x.numel() // k)
 
 

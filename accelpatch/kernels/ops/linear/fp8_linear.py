@@ -61,7 +61,7 @@ def spec(x: Tensor, q: Tensor, scale: Tensor, bias: Tensor | None = None) -> Spe
     fits = scale.dim() == 2 and scale.shape[0] == n and scale.dtype in FLOATS and scale.shape[1] in (1, blocks)
     require(fits, op, f"scale is float [{n}, 1], or [{n}, {blocks}] of blocks, not {say(scale)}")
     require(scale.shape[1] == 1 or q.dtype == FP8[0], op, "blocks are of e4m3fn")
-    common.check_beside(op, x, n, bias, q=q, scale=scale)
+    common.check_bias(op, x, n, bias, q=q, scale=scale)
     return of_shape(n, k, x.dtype, q.dtype, m=x.numel() // k, blocks=scale.shape[1] > 1)
 
 

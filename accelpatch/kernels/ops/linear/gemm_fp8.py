@@ -46,8 +46,8 @@ def reference(
     a: Tensor, b: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Dequantise both to `dtype`, then torch's own linear layer."""
-    beside = None if bias is None else bias.to(dtype)
-    return functional.linear(dense(dtype, a, row_scale), dense(dtype, b, column_scale), beside)
+    float_bias = None if bias is None else bias.to(dtype)
+    return functional.linear(dense(dtype, a, row_scale), dense(dtype, b, column_scale), float_bias)
 
 
 def gated_reference(
@@ -73,8 +73,8 @@ def spec(
         if vector is not None:
             fits = vector.dtype in FLOATS and vector.shape == (size,)
             require(fits, OP, f"{name} is float [{size}], not {say(vector)}")
-    beside = {"b": b, "row_scale": row_scale, "column_scale": column_scale, "bias": bias}
-    for name, tensor in beside.items():
+    others = {"b": b, "row_scale": row_scale, "column_scale": column_scale, "bias": bias}
+    for name, tensor in others.items():
         if tensor is not None:
             require(tensor.device == a.device, OP, f"a lies on {a.device}, {name} on {tensor.device}: move one")
     return of_shape(m, n, k, dtype, a.dtype, bias=None if bias is None else bias.dtype)
@@ -243,11 +243,11 @@ def cases(gate: str | None = None) -> list[Case]:
 
     def case(m: int, n: int, k: int, bias: bool, form: torch.dtype) -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-            x, column, beside = common.operands(generator, dtype, device, m, n, k, 1, bias)
+            x, column, bias_values = common.operands(generator, dtype, device, m, n, k, 1, bias)
             a, b = (80 * x.float()).clamp(-240, 240), 80 * torch.randn(n, k, generator=generator).clamp(-3, 3)
             row = (torch.rand(m, generator=generator) + 0.5).to(device) / 80
-            held = (a.to(form), b.to(device, form), row, column[:, 0] / 80, beside)
-            return (*held, dtype) if gate is None else (*held, gate, dtype)
+            arguments = (a.to(form), b.to(device, form), row, column[:, 0] / 80, bias_values)
+            return (*arguments, dtype) if gate is None else (*arguments, gate, dtype)
 
         return Case(f"m{m}-n{n}-k{k}-{fp8_name(form)}{'-bias' if bias else ''}", make)
 

@@ -74,8 +74,8 @@ def reference(
 
 def scales(alpha: float, row_scale: Tensor | None, column_scale: Tensor | None) -> Tensor:
     """(alpha row_scale[m]) column_scale[n], in float32: [1, 1], [M, 1], [1, N] or [M, N]."""
-    held = [one for one in (row_scale, column_scale) if one is not None]
-    found = torch.full((1, 1), alpha, dtype=torch.float32, device=held[0].device if held else None)
+    vectors = [one for one in (row_scale, column_scale) if one is not None]
+    found = torch.full((1, 1), alpha, dtype=torch.float32, device=vectors[0].device if vectors else None)
     found = found if row_scale is None else found * row_scale.float()[:, None]
     return found if column_scale is None else found * column_scale.float()[None]
 
@@ -114,8 +114,8 @@ def spec(
             OP,
             f"{name} is {' or '.join(str(list(one)) for one in shapes)}, not {None if matrix is None else say(matrix)}",
         )
-    beside = {"B": b, "row_scale": row_scale, "column_scale": column_scale, "D": d, "residual": residual}
-    for name, tensor in {**beside, "correction": correction}.items():
+    others = {"B": b, "row_scale": row_scale, "column_scale": column_scale, "D": d, "residual": residual}
+    for name, tensor in {**others, "correction": correction}.items():
         if tensor is not None:
             require(tensor.device == a.device, OP, f"A lies on {a.device}, {name} on {tensor.device}: move one")
     options = {
@@ -126,8 +126,8 @@ def spec(
 
 
 def of_shape(m: int, n: int, k: int, dtype: torch.dtype, batch: int = 1, **options: Any) -> Spec:
-    """The Spec of products of this size, for planning. options: d: its dtype; scaled, activation, correction, residual:
-    whether each is given, or which."""
+    """The Spec of products of this size, for planning. options: those of the Spec: "d", its dtype or
+    None; "scaled", "correction" and "residual", whether each is given; "activation", its name."""
     return Spec(OP, {"M": m, "N": n, "K": k, "B": batch}, dtype, options=options)
 
 
@@ -270,9 +270,9 @@ def cases() -> list[Case]:
             a, b = (torch.randint(-128, 128, (size, k), generator=generator).to(device, torch.int8) for size in (m, n))
             row, column = (torch.rand(size, generator=generator).to(device) / 9 for size in (m, n))
             d = torch.randn(*((n,) if m % 2 else (m, n)), generator=generator).to(device)
-            beside = torch.randn(m, n, generator=generator).to(device) if activation == "gelu" else None
+            residual = torch.randn(m, n, generator=generator).to(device) if activation == "gelu" else None
             sums = b.sum(-1, dtype=torch.int32) if activation == "relu" else None
-            return a, b, 1 / k, row, column, d, 0.5, sums, activation, beside, dtype
+            return a, b, 1 / k, row, column, d, 0.5, sums, activation, residual, dtype
 
         return Case(f"m{m}-n{n}-k{k}-{str(dtype)[6:]}-{activation}", make)
 

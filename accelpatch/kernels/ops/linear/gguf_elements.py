@@ -1,4 +1,4 @@
-"""Values of GGUF's blocks one by one, by the place of each in its block: what operations are held to.
+"""Values of GGUF's blocks one by one, by the place of each in its block: the reference of the operations.
 
 gguf_values.py, which implementations use, computes whole rows in another way.
 """

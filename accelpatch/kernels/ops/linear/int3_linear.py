@@ -93,8 +93,8 @@ def by_torch(x: Tensor, q: Tensor, scale: Tensor, offset: Tensor | None = None, 
 
     def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
         # in float32 at least: u * scale + offset loses its low bits where it is rounded twice
-        beside = None if offset is None else offset[start:stop]
-        return dequantize_rows(q[start:stop], scale[start:stop], beside, torch.promote_types(dtype, torch.float32))
+        offsets = None if offset is None else offset[start:stop]
+        return dequantize_rows(q[start:stop], scale[start:stop], offsets, torch.promote_types(dtype, torch.float32))
 
     return common.by_row_blocks(x, q.shape[0], q.shape[1] // BYTES * CODES, rows, bias)
 

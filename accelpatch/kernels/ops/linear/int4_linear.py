@@ -118,8 +118,8 @@ def by_torch(
     def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
         # in float32 at least: u * scale + offset loses its low bits where it is rounded twice
         wide = torch.promote_types(dtype, torch.float32)
-        beside = None if offset is None else offset[start:stop]
-        return dequantize_rows(q[start:stop], scale[start:stop], beside, codes, wide)
+        offsets = None if offset is None else offset[start:stop]
+        return dequantize_rows(q[start:stop], scale[start:stop], offsets, codes, wide)
 
     return common.by_row_blocks(x, q.shape[0], 2 * q.shape[1], rows, bias)
 

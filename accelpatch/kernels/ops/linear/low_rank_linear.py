@@ -30,11 +30,12 @@ def low_rank_linear(
 
 
 def why_not(weight: Layout, *tensors: Tensor | None) -> str | None:
-    """Why a weight cannot be so trained around here; None where it can. tensors: x, bias and the adapter's."""
+    """Why an adapter of a frozen weight cannot be trained here; None where it can. tensors: x, bias and the
+    adapter's."""
     if torch.compiler.is_compiling() or not is_eager() or not all(_plain(one) for one in tensors):
         return "a graph is traced, or a tensor is none of torch's own"
-    held, operation = trained_as(weight)
-    if operation.input_gradient is None or (held.order is not None and not held.orders):
+    trained, operation = trained_as(weight)
+    if operation.input_gradient is None or (trained.order is not None and not trained.orders):
         return "its operation has no gradient of its input alone"
     return None
 
@@ -44,25 +45,25 @@ def _plain(one: Tensor | None) -> bool:
 
 
 def _scaled(a: Tensor, b: Tensor, by: float) -> Tensor:
-    """by * a @ b as one operation: with beta 0 the other summand is not read."""
+    """by * a @ b as one operation: addmm does not read its first argument where beta is 0."""
     return torch.addmm(a.new_empty(1), a, b, beta=0, alpha=by)
 
 
 class _LowRank(torch.autograd.Function):
-    """The node. held: the operation's arguments behind x."""
+    """The autograd function. arguments: those of the operation after x."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, down: Tensor, up: Tensor, scaling: float, operation: Operation[Tensor],
-        held: tuple[Any, ...],
+        arguments: tuple[Any, ...],
     ) -> Tensor:  # fmt: skip
-        y = operation.function(x, *held)
+        y = operation.function(x, *arguments)
         flat, first, second = x.reshape(-1, x.shape[-1]), down.to(x.dtype), up.to(x.dtype)
         low = flat @ first.t()
         y.view(-1, y.shape[-1]).addmm_(low, second.t(), alpha=scaling)
-        tensors = (one for one in held if isinstance(one, Tensor))
+        tensors = (one for one in arguments if isinstance(one, Tensor))
         ctx.save_for_backward(x, down, up, low, first, second, *tensors)
-        ctx.rest = (scaling, operation, [None if isinstance(one, Tensor) else (one,) for one in held])
+        ctx.rest = (scaling, operation, [None if isinstance(one, Tensor) else (one,) for one in arguments])
         return y
 
     @staticmethod
@@ -74,12 +75,12 @@ class _LowRank(torch.autograd.Function):
             first, second = down.to(x.dtype), up.to(x.dtype)
             low = flat @ first.t()
         given = iter(tensors)
-        held = tuple(next(given) if one is None else one[0] for one in rest)
+        arguments = tuple(next(given) if one is None else one[0] for one in rest)
         wide = dy.reshape(-1, dy.shape[-1])
         of_low = _scaled(wide, second, scaling)
         dx = None
         if ctx.needs_input_grad[0]:
-            made = operation.input_gradient(dy, (None, *held)).view(-1, x.shape[-1])
+            made = operation.input_gradient(dy, (None, *arguments)).view(-1, x.shape[-1])
             add = torch.addmm if torch.is_grad_enabled() else Tensor.addmm_  # in place: `made` is nobody else's
             dx = add(made, of_low, first).view(x.shape)
         of_first = (of_low.t() @ flat).to(down.dtype) if ctx.needs_input_grad[1] else None

@@ -69,7 +69,7 @@ def reference(x: Tensor, *packed: Any) -> Tensor:
 
 
 def embedding_reference(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
-    """Dequantise the rows in use to a table of their own, then torch's own embedding."""
+    """Dequantise the rows that the ids select, then torch's own embedding over this smaller table."""
     used, places = torch.unique(ids, return_inverse=True)
     return functional.embedding(places, _dense(Pack(*packed).canonical().at(used), dtype)[0])
 
@@ -115,19 +115,19 @@ def _cpu(x: Tensor, *packed: Any) -> Tensor:
 
 def _torch(x: Tensor, *packed: Any) -> Tensor:
     *weight, bias = packed
-    held = Pack(*weight).canonical()
+    unpacked = Pack(*weight).canonical()
 
     def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        return _dense(held.at(slice(start, stop)), dtype)[0]
+        return _dense(unpacked.at(slice(start, stop)), dtype)[0]
 
-    return common.by_row_blocks(x, held.n, held.k, rows, bias)
+    return common.by_row_blocks(x, unpacked.n, unpacked.k, rows, bias)
 
 
 def _torch_embedding(ids: Tensor, dtype: torch.dtype, *packed: Any) -> Tensor:
-    held, flat = Pack(*packed).canonical(), ids.reshape(-1)
+    unpacked, flat = Pack(*packed).canonical(), ids.reshape(-1)
     # index_select, as nn.Embedding does: an id out of range, a negative one too, raises IndexError
-    places = torch.arange(held.n).index_select(0, flat)
-    return _dense(held.at(places), dtype)[0].view(*ids.shape, held.k)
+    places = torch.arange(unpacked.n).index_select(0, flat)
+    return _dense(unpacked.at(places), dtype)[0].view(*ids.shape, unpacked.k)
 
 
 def _torch_why_not(spec: Spec, device: Device) -> str | None:

@@ -19,9 +19,9 @@ def check(op: str, x: Tensor, tiles: Tiles, tile_bytes: int, offset: Tensor | No
     size = [-(-tiles.rows // TILE_ROWS), place["steps"], tile_bytes]
     require(list(tiles.w.shape) == size, op, f"the tiles of [{tiles.rows}, {k}] are {size}, not {say(tiles.w)}")
     interleaved = tiles.part == "all" or tiles.rows % (2 * TILE_ROWS) == 0
-    require(interleaved, op, f"paired tiles hold a multiple of {2 * TILE_ROWS} rows, not {tiles.rows}")
+    require(interleaved, op, f"interleaved tiles hold a multiple of {2 * TILE_ROWS} rows, not {tiles.rows}")
     sets = ((place["steps"] - 1) >> place["group_shift"]) + 1
     size = [size[0], sets, TILE_ROWS // 2, place["groups"], 2]
     for table in (tiles.scale, tiles.scale if offset is None else offset):
         require(list(table.shape) == size, op, f"scale and offset are {size}, not {say(table)}")
-    common.check_beside(op, x, tiles.n, bias, w=tiles.w, scale=tiles.scale, offset=tiles.offset)
+    common.check_bias(op, x, tiles.n, bias, w=tiles.w, scale=tiles.scale, offset=tiles.offset)

@@ -90,8 +90,8 @@ def libraries(spec: Spec, device: Device) -> tuple[str, ...]:
     """The device libraries of such a weight on a device, for few rows and for 9 to 64."""
     function, variant = gemv_of(spec)
     many = replace(spec, sizes={**spec.sizes, "M": binding.MAX_ROWS})
-    beside = () if gemm_why_not(many, device) else (binding.library_name(GEMM, spec.dtype),)
-    return binding.library_name(function, spec.dtype, variant), *beside
+    gemm = () if gemm_why_not(many, device) else (binding.library_name(GEMM, spec.dtype),)
+    return binding.library_name(function, spec.dtype, variant), *gemm
 
 
 def _unfit(spec: Spec, device: Device, function: str, variant: str = "") -> str | None:
@@ -184,9 +184,9 @@ def by_torch(x: Tensor, *args: Any) -> Tensor:
 
     def rows(start: int, stop: int, dtype: torch.dtype) -> Tensor:
         first, last = start // TILE_ROWS, -(-stop // TILE_ROWS)
-        beside = None if tiles.offset is None else tiles.offset[first:last]
+        offsets = None if tiles.offset is None else tiles.offset[first:last]
         count = min(last * TILE_ROWS, tiles.n) - first * TILE_ROWS
-        part = tiles.replace(w=tiles.w[first:last], scale=tiles.scale[first:last], offset=beside, n=count)
+        part = tiles.replace(w=tiles.w[first:last], scale=tiles.scale[first:last], offset=offsets, n=count)
         wide, inside = torch.promote_types(dtype, torch.float32), slice(start % TILE_ROWS, stop - first * TILE_ROWS)
         return int4_linear.dequantize_rows(*part.canonical().arguments(), wide)[inside]
 
@@ -247,11 +247,11 @@ def cases() -> list[Case]:
     def of_codes(m: int, group: int, codebook: str) -> Case:
         def make(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
             q = torch.randint(-128, 128, (65, 96), generator=generator, dtype=torch.int8).to(device)
-            scale, beside = common.of_codes(torch.rand(65, 192 // group, generator=generator).to(device) / 10, codebook)
+            scale, offset = common.of_codes(torch.rand(65, 192 // group, generator=generator).to(device) / 10, codebook)
             x = torch.randn(m, 192, generator=generator).to(device, dtype)
             return (
                 x,
-                *Tiles.pack(q, scale, beside, codes=codebook),
+                *Tiles.pack(q, scale, offset, codes=codebook),
                 torch.randn(65, generator=generator).to(device, dtype),
             )
 

@@ -70,9 +70,11 @@ def _torch(
     """Unpack the weight, then the rows and their products in plain torch."""
     pack = W8A8Pack.of_w8a8_arguments(data, n, k, input_scale, None)
     q, scale, _ = pack.unpack()
-    xq, xs = rows.reference(x, pack.static_scale)
-    held = xs.expand(*x.shape[:-1], 1).reshape(-1)
-    y = gemm_w8a8.by_torch(xq.reshape(-1, k), q, 1.0, held, scale.view(-1), bias, 1.0, None, "none", None, x.dtype)
+    xq, row_scales = rows.reference(x, pack.static_scale)
+    scales_of_rows = row_scales.expand(*x.shape[:-1], 1).reshape(-1)
+    y = gemm_w8a8.by_torch(
+        xq.reshape(-1, k), q, 1.0, scales_of_rows, scale.view(-1), bias, 1.0, None, "none", None, x.dtype
+    )
     return y.view(*x.shape[:-1], n)
 
 

@@ -77,15 +77,16 @@ class FusedNorm(Described):
     def rows_of_sum(
         self, x: Tensor, added: Tensor | None, scale: Tensor | None, form: torch.dtype, normed: bool = False
     ) -> tuple[QuantizedRows, Tensor]:
-        """(norm(s) in 8 bits, s) for s = x + added, or s = x without `added`. scale: a static one, or None. form: a
-        key of `quantize_rows.LARGEST`. normed: give norm(s) in place of s beside it; of LayerNorms alone."""
+        """(norm(s) in 8 bits, s) for s = x + added, or s = x without `added`. scale: a static one, or None. form: a key
+        of `quantize_rows.LARGEST`. normed: the second result is norm(s) as floats in place of s; LayerNorms alone have
+        it."""
         if self.layer:
             args = (x, added, self.weight, self.bias, self.eps, scale, form, normed)
-            q, held, total = layernorm.layernorm_rows.function(*args)
+            q, scales, total = layernorm.layernorm_rows.function(*args)
         else:
             rows = rmsnorm_rows.rmsnorm_rows.function
-            q, held, total = rows(x, added, self.weight, self.eps, self.plus_one, scale, form)
-        return QuantizedRows(q, held, x.dtype), total
+            q, scales, total = rows(x, added, self.weight, self.eps, self.plus_one, scale, form)
+        return QuantizedRows(q, scales, x.dtype), total
 
     def _layer_norm(self, x: Tensor) -> Tensor:
         return layernorm.layernorm(x, self.weight, self.bias, self.eps)

@@ -162,8 +162,8 @@ def layernorm_rows(
     scale: a static one, one float; None: one a row. form: a key of `quantize_rows.LARGEST`. normed: give y, else s,
     which without a residual is x itself. Raises KernelError for arguments that do not fit.
     """
-    q, held, kept = dispatch.run(ROWS, rows_spec, x.device, (x, residual, weight, bias, eps, scale, form, normed))
-    return q, held, kept
+    q, scales, kept = dispatch.run(ROWS, rows_spec, x.device, (x, residual, weight, bias, eps, scale, form, normed))
+    return q, scales, kept
 
 
 @layernorm_rows.register_fake
@@ -172,8 +172,8 @@ def _rows_fake(
     form: torch.dtype, normed: bool,
 ) -> Three:  # fmt: skip
     rows_spec(x, residual, weight, bias, eps, scale, form, normed)
-    q, held = x.new_empty(x.shape, dtype=form), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    return q, held, x.new_empty(x.shape)
+    q, scales = x.new_empty(x.shape, dtype=form), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return q, scales, x.new_empty(x.shape)
 
 
 def _arguments(

@@ -4,7 +4,7 @@
 
 weight[K] and bias[K] are float32 and hold the scale of the output: those of the float norm divided by it. Everything is
 computed in float32 (float64 for x in float64) and rounded once, to nearest even. A row with NaN or infinity is zeros:
-int8 has no NaN, and the residual stream beside it keeps its own. Source: Xiao et al. 2022, arXiv:2211.10438.
+int8 has no NaN, and the residual stream, which stays float, keeps them. Source: Xiao et al. 2022, arXiv:2211.10438.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ def rmsnorm_rows(
     scale: a static one, one float; None: one a row. form: a key of `quantize_rows.LARGEST`. Without a residual s is x
     itself. Raises KernelError for arguments that do not fit.
     """
-    q, held, total = dispatch.run(OP, spec, x.device, (x, residual, weight, eps, plus_one, scale, form))
-    return q, held, total
+    q, scales, total = dispatch.run(OP, spec, x.device, (x, residual, weight, eps, plus_one, scale, form))
+    return q, scales, total
 
 
 @rmsnorm_rows.register_fake
@@ -98,8 +98,8 @@ def _fake(
 ) -> Rows:  # fmt: skip
     spec(x, residual, weight, eps, plus_one, scale, form)
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    q, held = x.new_empty(x.shape, dtype=form), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    return q, held, x.new_empty(x.shape, dtype=dtype)
+    q, scales = x.new_empty(x.shape, dtype=form), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return q, scales, x.new_empty(x.shape, dtype=dtype)
 
 
 def cases() -> list[Case]:

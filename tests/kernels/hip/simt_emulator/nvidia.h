@@ -48,8 +48,8 @@ DEVICE void count(Mbarrier& box, int bytes) {
     if ((box.due += bytes) == 0 && box.announced) box.announced = false, ++box.times;
 }
 template <int FLOATS> void send(float* at, Mbarrier& box, int rank, const float* v) {
-    std::memcpy(beside(at, rank), v, 4 * FLOATS);
-    count(*beside(&box, rank), -4 * FLOATS);
+    std::memcpy(in_peer(at, rank), v, 4 * FLOATS);
+    count(*in_peer(&box, rank), -4 * FLOATS);
 }
 DEVICE void send4(float* at, Mbarrier& box, int rank, float v) { send<1>(at, box, rank, &v); }
 DEVICE void send16(void* at, Mbarrier& box, int rank, const float* v) {

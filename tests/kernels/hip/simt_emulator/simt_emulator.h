@@ -220,7 +220,7 @@ template <class T> double product(const uint32_t* a, const uint32_t* b, int k) {
 DEVICE void cluster_sync() {
     for (const int now = meeting.arrive(meeting.of); meeting.times == now;) emulator.yield();
 }
-template <class V> V* beside(V* here, int rank) {
+template <class V> V* in_peer(V* here, int rank) {
     return reinterpret_cast<V*>(in_block(reinterpret_cast<char*>(here), rank));
 }
 

@@ -78,5 +78,5 @@ def test_zeros_are_shared_and_stay_where_they_are() -> None:
     more = zeros.first(100, here)
     assert more.data_ptr() != some.data_ptr()
     assert zeros.first(8, here).data_ptr() == more.data_ptr()
-    assert [len(one) for one in zeros.held] == [8, 100]  # captured launches may know the first ones
+    assert [len(one) for one in zeros.buffers] == [8, 100]  # captured launches may know the first ones
     assert not more.any()
