@@ -78,7 +78,7 @@ wheel: .venv/ready
 
 # Of the files that have such tests alone: collecting all takes longer than running these.
 smoke: .venv-oldest/ready
-	.venv-oldest/bin/python -m pytest -q -m smoke $(shell grep -rl smoke tests --include='test_*.py')
+	.venv-oldest/bin/python -m pytest -q -m smoke $(sort $(shell grep -rl smoke tests --include='test_*.py'))
 
 # Side by side, since each leaves cores idle for a while; what a stage says comes in one piece, when it ends.
 test: export OMP_NUM_THREADS = 1

@@ -29,6 +29,10 @@ _GROUPS: list[Group] = []
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
+class _Unavailable(Exception):
+    """A way over peer memory that one rank cannot take, by its reason."""
+
+
 class Group:
     """All ranks of the job. rank: this one's. device: that of its shard, None for where the model lies."""
 
@@ -51,36 +55,44 @@ class Group:
     def by(self) -> str:
         """By what activations are added up, for reports."""
         kind = {peer_memory.ONE_SHOT: "one-shot", peer_memory.PUSH: "one-shot push"}
-        small = (
-            ""
-            if self.peers is None
-            else (f", up to {peer_memory.MOST >> 10} KB {kind[self.peers.way]} over peer memory")
-        )
-        return f"{self.backend}{small}"
+        if self.peers is not None:
+            return f"{self.backend}, up to {peer_memory.MOST >> 10} KB {kind[self.peers.way]} over peer memory"
+        return f"{self.backend}, for all sizes: {self._why_not}" if self._why_not else self.backend
 
-    def sum_by(self, way: str) -> None:
-        """From here on add up small messages by `way`: "" or "nccl" as all others, else over peer memory.
+    def sum_by(self, asked: str) -> None:
+        """From here on add up small messages by `asked`: "nccl" as all others, "one_shot" or "push" over peer memory,
+        "" by the first of these that every rank can.
 
-        Raises PatchError, on every rank, where one of them cannot; they add up as before by NCCL then.
+        Raises PatchError, on every rank, where one of them cannot do what is asked; NCCL adds up then.
         """
-        self.peers = None
-        if not peer_memory.wanted(way, self.device):
-            return
-        kind = PushMemory if way == peer_memory.PUSH else PeerMemory
-        peers = self._all_can(way, lambda: kind(self.device, dist.group.WORLD))
-        self._all_can(way, peers.share)
-        self._all_can(way, lambda: peers.check(self.rank, self.world))
-        self.peers = peers
+        self.peers, self._why_not = None, ""
+        for way in peer_memory.to_try(asked, self.device):
+            try:
+                self.peers = self._over_peer_memory(way)
+                return
+            except _Unavailable as error:
+                if asked:
+                    raise PatchError(
+                        f"{peer_memory.ASKED}={way} cannot run here ({error}): unset it, and NCCL takes its place"
+                    ) from error
+                self._why_not = str(error)
 
-    def _all_can(self, way: str, step: Callable[[], Any]) -> Any:
-        """What a step gave, which every rank takes. Raises PatchError, on every rank, where one could not."""
+    def _over_peer_memory(self, way: str) -> PeerMemory:
+        kind = PushMemory if way == peer_memory.PUSH else PeerMemory
+        peers: PeerMemory = self._all_can(lambda: kind(self.device, dist.group.WORLD))
+        self._all_can(peers.share)
+        self._all_can(lambda: peers.check(self.rank, self.world))
+        return peers
+
+    def _all_can(self, step: Callable[[], Any]) -> Any:
+        """What a step gave, which every rank takes. Raises _Unavailable, on every rank, where one could not."""
         made, why = None, None
         try:
             made = step()
         except (ImportError, AttributeError, RuntimeError, KernelError) as error:
             why = (str(error).splitlines() or [type(error).__name__])[0]
         if (why := self.agreed(why)) is not None:
-            raise PatchError(f"{peer_memory.ASKED}={way} cannot run here ({why}): unset it, and NCCL takes its place")
+            raise _Unavailable(why)
         return made
 
     def all_reduce_(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -1,8 +1,8 @@
 """The one-shot all-reduce: every rank gets all parts through the GPUs' peer memory and adds them up, in one launch.
 
 For small messages it takes a fraction of NCCL's time. It needs torch's symmetric memory (peer access between the GPUs;
-NVLink multicast is not used), and only runs where the environment variable of `ASKED` asks for it: by torch's kernel,
-which reads the others' memory (`ONE_SHOT`), or by our own, which writes into it (`PUSH`, push_memory.py).
+NVLink multicast is not used). Two kernels do it: our own, which writes into the others' memory (`PUSH`,
+push_memory.py), and torch's, which reads it (`ONE_SHOT`). The environment variable of `ASKED` names one, or NCCL.
 """
 
 from __future__ import annotations
@@ -68,12 +68,16 @@ class PeerMemory:
         return made.view_as(x) if residual is None else residual + made.view_as(x)
 
 
-def wanted(way: str, device: torch.device | None) -> bool:
-    """Whether messages are to go through peer memory. Raises PatchError for an unknown way, and without GPUs."""
-    if way not in ("", *WAYS):
-        raise PatchError(f"{ASKED} is {way!r}; it is {', '.join(WAYS[:-1])} or {WAYS[-1]}")
-    if way in ("", NCCL):
-        return False
+def to_try(asked: str, device: torch.device | None) -> tuple[str, ...]:
+    """The ways over peer memory to try in turn for what `ASKED` says; NCCL or RCCL serves where there are none.
+
+    Where nothing is asked for: both on NVIDIA's GPUs, the faster one first. On AMD's, where nobody has run them, none.
+    Raises PatchError for an unknown way, and for one that is asked for without GPUs.
+    """
+    if asked not in ("", *WAYS):
+        raise PatchError(f"{ASKED} is {asked!r}; it is {', '.join(WAYS[:-1])} or {WAYS[-1]}")
+    if asked == NCCL or (asked == "" and (device is None or torch.version.hip is not None)):
+        return ()
     if device is None:
-        raise PatchError(f"{ASKED}={way} needs GPUs, and this job computes on the CPU: unset it")
-    return True
+        raise PatchError(f"{ASKED}={asked} needs GPUs, and this job computes on the CPU: unset it")
+    return (asked,) if asked else (PUSH, ONE_SHOT)

@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -150,15 +151,18 @@ class Measured:
         self.cpu += self.server.cpu_seconds() - before
         self.seconds += max(one.ended for one in answers)
         self.answers += answers
+        for failure, count in Counter(one.failure for one in answers if one.failure is not None).most_common(3):
+            print(f"{count} requests failed: {failure[:400]}", file=sys.stderr)
 
     def row(self) -> dict[str, Any]:
         """Of the table."""
         good = [one for one in self.answers if one.failure is None]
         tokens = sum(one.tokens for one in good)
+        firsts = [one.first for one in good if one.first is not None]
         return {
             "answered": len(good), "failed": len(self.answers) - len(good),
             "tokens": tokens, "tok/s": tokens / self.seconds, "tok/s of CPU time": tokens / self.cpu,
-            "to the first token, ms": 1000 * median(one.first for one in good if one.first is not None),
+            "to the first token, ms": 1000 * median(firsts) if firsts else None,
             "MB after a quarter": self.memory[len(self.memory) // 4], "MB at the end": self.memory[-1],
         }  # fmt: skip
 
@@ -214,16 +218,30 @@ def overhead(server: Server, alone: Alone, requests: list[Asked]) -> dict[str, A
 
 
 def run(asked: argparse.Namespace) -> dict[str, Any]:
-    """All cases, in rounds."""
-    device, rows = device_of(asked), []
+    """All cases: on a CPU in rounds, on a GPU, where each takes a share of the free memory, one after the other."""
+    device, rows = device_of(asked), list[dict[str, Any]]()
     words, new = (tuple(map(int, text.split("-"))) for text in (asked.words, asked.new))
     requests = [
         replace(one, prompt=f"{at}: {one.prompt}") for at, one in enumerate(drawn(asked.requests, words, new, 0))
     ]
-    with tempfile.TemporaryDirectory() as made, ExitStack() as alive:
+    together = [asked.cases] if device.type == "cpu" else [[case] for case in asked.cases]
+    with tempfile.TemporaryDirectory() as made:
         folder = asked.model if Path(asked.model).is_dir() else saved(asked, made)
-        found = {}
-        for case in asked.cases:
+        for cases in together:
+            rows += served(asked, cases, folder, device, requests)
+    for row in rows:
+        row[f"times {asked.cases[-1]}"] = row["tok/s"] / rows[-1]["tok/s"]
+        row[f"times {asked.cases[-1]} by CPU time"] = row["tok/s of CPU time"] / rows[-1]["tok/s of CPU time"]
+    return {"serve": table(rows, f"{asked.requests} requests by {asked.users} users")}
+
+
+def served(
+    asked: argparse.Namespace, cases: list[str], folder: str, device: torch.device, requests: list[Asked]
+) -> list[dict[str, Any]]:
+    """A row of each case, whose servers run at the same time and get their requests in turn."""
+    found, rows = {}, []
+    with ExitStack() as alive:
+        for case in cases:
             some = requests[: asked.stock_requests or None] if case.startswith("stock") else requests
             found[case] = Measured(alive.enter_context(serving(case, folder, device)), some)
         for number in range(asked.rounds):
@@ -236,10 +254,7 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
                 pairs = list(zip(requests, one.answers, strict=True))
                 row |= checked(one.server, Alone(folder, case, device), asked, pairs)
             rows.append(row)
-    for row in rows:
-        row[f"times {asked.cases[-1]}"] = row["tok/s"] / rows[-1]["tok/s"]
-        row[f"times {asked.cases[-1]} by CPU time"] = row["tok/s of CPU time"] / rows[-1]["tok/s of CPU time"]
-    return {"serve": table(rows, f"{asked.requests} requests by {asked.users} users")}
+    return rows
 
 
 def checked(

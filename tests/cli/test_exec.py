@@ -112,7 +112,8 @@ def test_models_are_patched(shell: Shell, tmp_path: Path, model: str) -> None:
     assert found.returncode == 0, found.stderr
     assert found.stdout.startswith("Int8WeightOnlyLinear")
     assert found.stdout.endswith(" LlamaForCausalLM False\n")
-    summary = [line for line in found.stderr.splitlines() if line.startswith("accelpatch: ")]
+    said = [line for line in found.stderr.splitlines() if line.startswith("accelpatch: ")]
+    summary = [line for line in said if not line.startswith("accelpatch: compil")]  # once for a machine
     assert len(summary) == 1
     assert "patched with int8" in summary[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +136,12 @@ def test_an_all_reduce_that_cannot_run_is_refused(ended: dict[str, ranks.Ended])
 
 def test_without_peer_access_on_one_rank_all_refuse_and_add_up_as_before(ended: dict[str, ranks.Ended]) -> None:
     assert ended["no_peers"].statuses == [0, 0], ended["no_peers"].errors
-    for rank, (access, wrong, none, total) in enumerate(ended["no_peers"].results):
+    for rank, (access, wrong, by, total) in enumerate(ended["no_peers"].results):
         where = "" if rank else "on rank 1, "
         assert f"one_shot cannot run here ({where}no access between these devices): unset it, and NCCL" in access
         assert "a sum through peer memory was wrong" in wrong
-        assert none
+        assert re.fullmatch("gloo, for all sizes: (on rank 0, )?a sum through peer memory was wrong", by[0])
+        assert by[1] == "gloo, up to 256 KB one-shot over peer memory"
         assert total == [3.0] * 3
 
 

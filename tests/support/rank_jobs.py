@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import accelpatch
 from accelpatch.kernels.cpu import native_library
 from accelpatch.parallel.group import joined
-from accelpatch.parallel.peer_memory import PeerMemory
 from accelpatch.recipe.recipe import parse
 from accelpatch.runtime.graphs import capture
+from tests.support.fake_peers import FakePeers
 from tests.support.own_memory import anonymous, mapped
 from tests.support.planned import PLANNED, PLANS, planned, with_plan
 from tests.support.tiles import with_tiles
@@ -171,31 +171,26 @@ def peer_memory(rank: int, world: int) -> Any:
 
 
 def no_peers(rank: int, world: int) -> Any:
-    """Peer memory that one rank has not, and that adds up wrongly: all refuse, and go on as before."""
+    """Peer memory that one rank has not, and that adds up wrongly: all refuse, and go on as before.
+
+    Where no way is asked for and one rank cannot push: torch's kernel takes its place where it adds up rightly.
+    """
     group, found = joined(), []
     group.device = torch.device("cpu")
     with pytest.MonkeyPatch.context() as patched:
         for sums in (True, False):
-            made = _Peers("no access between these devices" if sums and rank else None, 0.0 if rank else 5.0)
+            made = FakePeers("no access between these devices" if sums and rank else None, 0.0 if rank else 5.0)
             patched.setattr("accelpatch.parallel.group.PeerMemory", lambda device, group, made=made: made)
             found.append(_said(lambda: group.sum_by("one_shot")))
-    group.device = None
+        patched.setattr("accelpatch.parallel.group.PushMemory", lambda device, group: FakePeers("no nvcc" * rank, 0.0))
+        by = []
+        for made in (FakePeers(None, 5.0), FakePeers(None, None)):
+            patched.setattr("accelpatch.parallel.group.PeerMemory", lambda device, group, made=made: made)
+            group.sum_by("")
+            by.append(group.by)
+    group.device, group.peers = None, None
     x = torch.full((3,), rank + 1.0)
-    return [*found, group.peers is None, group.all_reduce_(x).tolist()]
-
-
-class _Peers(PeerMemory):
-    """Without a GPU: `share` fails for `why`, and every sum is `gives`."""
-
-    def __init__(self, why: str | None, gives: float):
-        self._why, self._gives, self._bytes = why, gives, torch.empty(0)
-
-    def share(self) -> None:
-        if self._why is not None:
-            raise RuntimeError(self._why)
-
-    def summed(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return torch.full_like(x, self._gives)
+    return [*found, by, group.all_reduce_(x).tolist()]
 
 
 def no_room(rank: int, world: int) -> Any:
