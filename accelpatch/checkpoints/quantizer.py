@@ -117,7 +117,7 @@ class AccelpatchQuantizer(HfQuantizer):
                 "this recipe calibrates, which a model that is still loading cannot: load it without "
                 "quantization_config, then accelpatch.patch(model, recipe), or use accelpatch quantize"
             )
-        self._store.check_room(self.plan.resident_bytes)
+        self._store.check_room(self.plan.resident_bytes, self._device)
         if self.pre_quantized:
             saved, self._packed = self.quantization_config.opened(checkpoint_files)
             self._saved = saved

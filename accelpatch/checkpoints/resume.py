@@ -24,21 +24,24 @@ MADE_OF = "made_of"
 
 
 class Store:
-    """A folder with a file for each finished weight, named by a digest of its inputs. None: nothing is stored."""
+    """A folder with a file for each finished weight of a CPU, named by a digest of its inputs. None: nothing is stored.
+
+    A GPU makes a weight again in less time than a disk takes to write it.
+    """
 
     def __init__(self, folder: Path | None):
         self._folder = folder
 
-    def check_room(self, size: int) -> None:
+    def check_room(self, size: int, device: torch.device) -> None:
         """Raise SaveError where the disk lacks room for the finished weights and the folder made of them, `size` bytes
         each."""
         if self._folder is not None:
             kept = sum(file.stat().st_size for file in self._folder.glob("*.safetensors"))
-            check_folder(self._folder, 2 * size - kept)
+            check_folder(self._folder, (2 if device.type == "cpu" else 1) * size - kept)
 
     def built(self, entry: Entry, weight: Tensor) -> Built:
         """The replacement of a site, from the store or made from the weight in its module and then stored."""
-        if self._folder is None:
+        if self._folder is None or not weight.is_cpu:
             return _measured(built(entry), weight)
         file = self._folder / f"{entry.site.path}.safetensors"
         made_of = _digest(entry, weight)
@@ -109,20 +112,8 @@ def _digest(entry: Entry, weight: Tensor) -> str:
     assert entry.replacer is not None
     facts = f"{entry.replacer.name} {sorted(entry.choice.detail.items())} {weight.dtype} {list(weight.shape)}"
     digest = hashlib.sha256(facts.encode())
-    for part in [weight] if weight.is_cpu else _sums(weight):
-        digest.update(bytes_of(part))
+    digest.update(bytes_of(weight))
     return digest.hexdigest()
-
-
-def _sums(weight: Tensor) -> list[Tensor]:
-    """For a weight on a GPU, sums of its bits by column and by row, modulo 2^64, so that it is not copied to the
-    host."""
-    rows = weight.detach().flatten(1) if weight.dim() > 1 else weight.detach()[None]
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(weight.element_size(), torch.int64)
-    bits = rows.contiguous().view(integer)
-    odd = torch.arange(1, 2 * len(bits), 2, device=bits.device)[:, None]
-    weighted = torch.stack([(part * by).sum(0) for part, by in zip(bits.split(512), odd.split(512), strict=True)])
-    return [weighted.sum(0).cpu(), bits.sum(1).cpu()]
 
 
 def _read(file: Path, made_of: str) -> dict[str, Any] | None:
