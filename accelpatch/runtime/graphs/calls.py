@@ -32,6 +32,7 @@ from accelpatch.runtime.graphs.step import first_line
 
 CALL = "captured call"
 RUNS = 2  # runs by the modules before a call is captured
+FAILURES = 3  # runs with an error, after which calls like it are left to the modules
 AGAIN = 10  # further runs before an evicted call is captured again
 MAX_CALLS = 16  # most captured calls per model
 LARGEST = 1 << 28  # bytes of inputs and outputs: for larger calls launch overhead does not matter
@@ -158,6 +159,7 @@ class CapturedCalls:
         self._seen: Counter[Key] = Counter()
         self._graphs: OrderedDict[Key, CapturedCall] = OrderedDict()
         self._unfit: set[Key] = set()
+        self._failed: Counter[Key] = Counter()
         self._masked: set[Key] = set()  # calls that a mask of ones changes
         self._known = own_code.why_not_in(model.modules()) is None  # which may have side effects
 
@@ -183,6 +185,9 @@ class CapturedCalls:
         """Capture a call; returns why it is not. bare: its arguments without a mask that hides nothing."""
         first = self._run(given)
         if first is None:
+            self._failed[key] += 1
+            if self._failed[key] == FAILURES:
+                self._unfit.add(key)
             return None
         reason = first.why_not()
         if reason is None and bare is not given:
@@ -219,6 +224,7 @@ class CapturedCalls:
         if len(self._seen) + len(self._unfit) >= COUNTED:
             self._seen.clear()
             self._unfit.clear()
+            self._failed.clear()
         self._seen[key] += 1
         return self._seen[key] > RUNS
 

@@ -1,4 +1,4 @@
-"""Short prompts given as embeddings, as graphs: those of models that see or hear, behind the outputs of a tower.
+"""Short prompts given as embeddings, as graphs: those of multimodal models, behind the outputs of a tower.
 
 As short prompts of ids (prefill.py): one graph per bucket of lengths, captured at the second call, and shorter prompts
 are padded at the end, where causal attention hides the padding from their tokens.
@@ -19,6 +19,10 @@ from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.runtime.graphs.capture import Graph, GraphOf
 from accelpatch.runtime.graphs.prefill import KEPT, bucket_of, captured_tokens
+
+#: Most rows x length of one, as of int8 activations in prefill.py. Rotary embedding by three axes is a dozen launches a
+#: layer, and the language models of multimodal models are small: launches take longer than kernels for longer prompts too.
+TOKENS = 2048
 
 
 class EmbeddedPrompt:
@@ -92,7 +96,8 @@ class EmbeddedPrompts:
     """The EmbeddedPrompts of a model, by rows, bucket, and what is given besides embeddings."""
 
     def __init__(self, fused: FusedModel, graph: GraphOf):
-        self._fused, self._graph, self._tokens = fused, graph, captured_tokens(fused)
+        self._fused, self._graph = fused, graph
+        self._tokens = TOKENS if captured_tokens(fused) else 0
         self._captured: OrderedDict[tuple[Any, ...], EmbeddedPrompt] = OrderedDict()
 
     def of(self, embeds: Tensor, call: CacheCall, layers: int) -> EmbeddedPrompt | None:

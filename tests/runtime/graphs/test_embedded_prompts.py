@@ -13,8 +13,9 @@ from accelpatch.fusion.cache_name import CACHE
 from accelpatch.kernels.cpu import native_library
 from accelpatch.runtime.cache_contents import storing
 from accelpatch.runtime.generation.patched_model import RUNTIME
-from accelpatch.runtime.graphs import capture
+from accelpatch.runtime.graphs import capture, embedded_prompts
 from accelpatch.runtime.graphs.multimodal_parts import FORWARD
+from tests.fusion.test_fused_layer import RECIPES
 from tests.runtime.generation.test_multimodal import MODELS, both, pair
 from tests.support.refusing import RefusingGraph
 
@@ -66,9 +67,10 @@ def test_prompts_of_any_length(name: str) -> None:
     assert bool(graphs(model)) == (name not in UNCAPTURED)
 
 
+@pytest.mark.parametrize("recipe", ["exact", "int8"])
 @pytest.mark.parametrize("name", ["llava", "qwen2.5-vl", "qwen3-vl"])
-def test_generating_behind_a_captured_prompt(name: str) -> None:
-    plain, model = pair(name)
+def test_generating_behind_a_captured_prompt(name: str, recipe: str) -> None:
+    plain, model = pair(name, RECIPES[recipe])
     for turn in range(3):
         both(plain, model, longer(MODELS[name][1](1), turn, turn))
     assert len(graphs(model)) == 1
@@ -77,6 +79,18 @@ def test_generating_behind_a_captured_prompt(name: str) -> None:
     for _ in range(3):
         both(plain, model, given)
     assert len(graphs(model)) == 1, "a padded batch"
+
+
+@torch.no_grad()
+def test_prompts_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_prompts, "TOKENS", 40)
+    plain, model = pair("llava")
+    for more in (20, 20, 20, 1, 1):  # 45 and 26 tokens
+        given = longer(MODELS["llava"][1](1), more, 0)
+        torch.testing.assert_close(
+            *(one(**copy.deepcopy(given)).logits for one in (model, plain)), rtol=1e-4, atol=1e-5
+        )
+    assert graphs(model) == [(1, 32)]
 
 
 @torch.no_grad()

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from accelpatch.kernels.cpu import native_library
 from accelpatch.runtime.graphs import capture
-from accelpatch.runtime.graphs.calls import CALL, RUNS
+from accelpatch.runtime.graphs.calls import CALL, FAILURES, RUNS
+from accelpatch.runtime.graphs.constants import Constants
 from tests.runtime.generation.test_multimodal import MODELS, pair
 from tests.support.refusing import RefusingGraph
 
@@ -88,3 +89,19 @@ def test_a_tower_that_cannot_be_captured_is_tried_once(monkeypatch: pytest.Monke
         found = model.model.visual(pixels, grid_thw=sizes)
     assert torch.equal(found.pooler_output, plain.model.visual(pixels, grid_thw=sizes).pooler_output)
     assert len(tried) == 1
+
+
+@torch.no_grad()
+def test_a_run_with_an_error_is_not_repeated_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def failing(self: Constants, program: Any) -> Any:
+        tried.append(1)
+        raise RuntimeError("not as the modules")
+
+    _, model = pair("qwen2.5-vl")
+    pixels, sizes = patches([[1, 8, 8]], 0)
+    monkeypatch.setattr(Constants, "learn", failing)
+    for _ in range(RUNS + FAILURES + 3):
+        model.model.visual(pixels, grid_thw=sizes)
+    assert len(tried) == FAILURES
