@@ -15,17 +15,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 ROUNDS = 4  # runs, after each of which tensors that were written are constants no more
-#: functions that make a tensor of what the program itself says
-MAKERS = frozenset({
-    torch.tensor, torch.as_tensor, torch.arange, torch.linspace, torch.zeros, torch.ones, torch.full, torch.eye,
-})  # fmt: skip
+#: functions whose results are constants, made of what the program itself says; others make memory for a kernel to
+#: write, of which torch counts nothing, and a capture allows them
+MAKERS = frozenset({torch.tensor, torch.as_tensor, torch.arange})
 #: names of functions that write their first argument, besides those that end in "_"
 WRITING = frozenset({
     "__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__",
     "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
 })  # fmt: skip
-#: beginnings of names of functions whose results are not the same each time
-VARYING = ("rand", "normal", "bernoulli", "multinomial", "dropout", "empty", "new_empty")
+#: beginnings of names of functions whose results are not the same each time, or may be written by a kernel
+VARYING = ("rand", "normal", "bernoulli", "multinomial", "dropout", "empty", "zeros", "ones", "full", "new_")
 SHARED = (Tensor.data.__get__,)  # type: ignore[attr-defined]  # writes into these results are not counted
 PLAIN = (
     bool, int, float, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format,

@@ -20,8 +20,8 @@ from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.runtime.graphs.capture import Graph, GraphOf
 from accelpatch.runtime.graphs.prefill import KEPT, bucket_of, captured_tokens
 
-#: Most rows x length of one, as of int8 activations in prefill.py. Rotary embedding by three axes is a dozen launches a
-#: layer, and the language models of multimodal models are small: launches take longer than kernels for longer prompts too.
+#: Most rows x length of one, as of int8 activations in prefill.py: rotary embedding by three axes is a dozen launches a
+#: layer, so that launches take longer than the kernels of a small language model for longer prompts too.
 TOKENS = 2048
 
 

@@ -71,16 +71,30 @@ def test_programs_that_read_sizes_on_the_host(program: Callable[[Tensor, Tensor]
 
 def test_what_is_written_is_computed_again() -> None:
     def program() -> Tensor:
-        total, other = torch.zeros(3), torch.zeros(3)
+        total, other = torch.arange(3), torch.arange(3)
         total += SIZES[0]
         total[:2].mul_(2)
-        return total + other
+        return total + other  # [1, 5, 8] by the first line, [2, 10, 8] by the second
 
     constants = Constants([SIZES])
     for _ in range(2):
-        assert constants.learn(program).tolist() == [2, 8, 6]
+        assert constants.learn(program).tolist() == [2, 11, 10]
         with constants:
-            assert program().tolist() == [2, 8, 6]
+            assert program().tolist() == [2, 11, 10]
+
+
+def test_memory_for_kernels_is_new_each_time() -> None:
+    """A kernel writes by addresses, and torch does not count that."""
+    buffers: list[Tensor] = []
+
+    def program() -> None:
+        buffers.extend((torch.zeros(3), torch.zeros(3), torch.zeros_like(SIZES), SIZES.new_zeros(3), torch.empty(3)))
+
+    constants = Constants([SIZES])
+    constants.learn(program)
+    with constants:
+        program()
+    assert len({one.data_ptr() for one in buffers}) == len(buffers)
 
 
 def test_lists_and_random_numbers_are_new_each_time() -> None:
