@@ -43,6 +43,8 @@ PLACES = frozenset(
         "input_features_mask",
     }
 )  # fmt: skip
+# Arguments of towers: the sizes of their pictures, which they read on the host.
+SIZES = frozenset({"grid_thw", "image_sizes"})
 # By how much the pictures of the last prompt move positions: Qwen-VL models return it until transformers 5.23.
 DELTAS = "rope_deltas"
 # Its positions begin at 1, and its steps too are given token types, which mark the prefix of the prompt.

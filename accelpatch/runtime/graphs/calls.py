@@ -1,8 +1,9 @@
 """CUDA graphs for calls of models that do not generate (encoders, classifiers, embedders), one per repeated input
-shape.
+shape, and for the towers of models that see.
 
 The captured program is the model's own forward over its replaced modules. Other shapes, and calls that cannot be
-captured, run the modules uncaptured.
+captured, run the modules uncaptured. A call with sizes of pictures, which the forward reads on the host, has a graph
+for these sizes alone (constants.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +24,15 @@ from accelpatch.errors import FOREIGN, KernelError
 from accelpatch.fusion.spread import device_of
 from accelpatch.kernels.hip.binding import weight_prefetch
 from accelpatch.kernels.operation import is_eager, wants_gradient
+from accelpatch.models.multimodal import SIZES
 from accelpatch.runtime.graphs.capture import Graph, GraphOf
+from accelpatch.runtime.graphs.constants import Constants
 from accelpatch.runtime.graphs.masks import no_mask_of_ones, without_full_mask
 from accelpatch.runtime.graphs.step import first_line
 
 CALL = "captured call"
 RUNS = 2  # runs by the modules before a call is captured
+FAILURES = 3  # runs with an error, after which calls like it are left to the modules
 AGAIN = 10  # further runs before an evicted call is captured again
 MAX_CALLS = 16  # most captured calls per model
 LARGEST = 1 << 28  # bytes of inputs and outputs: for larger calls launch overhead does not matter
@@ -43,14 +49,15 @@ Key = tuple[Any, ...]
 def key_of(given: Mapping[str, Any], device: torch.device) -> Key | None:
     """A hashable key that is equal for calls that one graph can run; None for arguments that no graph can take.
 
-    given: the call's arguments by name: tensors on `device`, and plain values.
+    given: the call's arguments by name: tensors on `device`, and plain values. Of SIZES the values are part of the key.
     """
     found: list[tuple[Any, ...]] = []
     for name, value in sorted(given.items()):
         if isinstance(value, Tensor):
             if type(value) is not Tensor or value.device != device or value.requires_grad:
                 return None
-            found.append((name, value.shape, value.dtype))
+            values = tuple(value.flatten().tolist()) if name in SIZES else ()
+            found.append((name, value.shape, value.dtype, values))
         elif type(value) in PLAIN:
             found.append((name, type(value), value))
         else:
@@ -62,12 +69,16 @@ class CapturedCall:
     """The graph of one call, with its static inputs and outputs.
 
     Creating it runs the forward once uncaptured, which raises whatever is wrong with the caller's arguments.
+    plain: whether the forward is Python that may run under a TorchFunctionMode, not a compiled one.
     """
 
-    def __init__(self, forward: Callable[..., Any], given: Mapping[str, Any]):
+    def __init__(self, forward: Callable[..., Any], given: Mapping[str, Any], plain: bool = True):
         self._forward = forward
         self._given = {name: one.clone() if isinstance(one, Tensor) else one for name, one in given.items()}
-        self._made: Any = forward(**self._given)
+        sizes = [one for name, one in self._given.items() if name in SIZES and isinstance(one, Tensor)]
+        self._constants = Constants(sizes) if sizes and plain else None
+        run = partial(forward, **self._given)
+        self._made: Any = run() if self._constants is None else self._constants.learn(run)
 
     def why_not(self) -> str | None:
         """Why a graph would not pay, or its outputs cannot be returned; None where it can be captured."""
@@ -83,7 +94,7 @@ class CapturedCall:
         self._graph: Graph = graph(self._program)
 
     def _program(self) -> None:
-        with weight_prefetch(), no_mask_of_ones():
+        with weight_prefetch(), no_mask_of_ones(), self._constants or nullcontext():
             self._made = self._forward(**self._given)
 
     def same(self, other: CapturedCall) -> bool:
@@ -148,6 +159,7 @@ class CapturedCalls:
         self._seen: Counter[Key] = Counter()
         self._graphs: OrderedDict[Key, CapturedCall] = OrderedDict()
         self._unfit: set[Key] = set()
+        self._failed: Counter[Key] = Counter()
         self._masked: set[Key] = set()  # calls that a mask of ones changes
         self._known = own_code.why_not_in(model.modules()) is None  # which may have side effects
 
@@ -173,6 +185,9 @@ class CapturedCalls:
         """Capture a call; returns why it is not. bare: its arguments without a mask that hides nothing."""
         first = self._run(given)
         if first is None:
+            self._failed[key] += 1
+            if self._failed[key] == FAILURES:
+                self._unfit.add(key)
             return None
         reason = first.why_not()
         if reason is None and bare is not given:
@@ -199,7 +214,7 @@ class CapturedCalls:
     def _run(self, given: Mapping[str, Any]) -> CapturedCall | None:
         """A call after its uncaptured run; None where that fails: the modules run it again, and raise it."""
         try:
-            return CapturedCall(self._forward, given)
+            return CapturedCall(self._forward, given, self._compiled is None)
         except FOREIGN:
             return None
 
@@ -209,13 +224,19 @@ class CapturedCalls:
         if len(self._seen) + len(self._unfit) >= COUNTED:
             self._seen.clear()
             self._unfit.clear()
+            self._failed.clear()
         self._seen[key] += 1
         return self._seen[key] > RUNS
 
     def _forward(self, **given: Any) -> Any:
         model: Any = self._model()
-        compiled = getattr(vars(model).get(RUNTIME), "compiled", None)
+        compiled = self._compiled
         return model.unpatched_class.forward(model, **given) if compiled is None else compiled(**given)
+
+    @property
+    def _compiled(self) -> Any:
+        """The model's compiled forward, or None."""
+        return getattr(vars(self._model()).get(RUNTIME), "compiled", None)
 
 
 def generates(model: Any) -> bool:

@@ -22,6 +22,7 @@ from accelpatch.kernels.layouts.kv_states import FLOAT
 from accelpatch.runtime.graphs.calls import CapturedCalls
 from accelpatch.runtime.graphs.capture import GraphOf
 from accelpatch.runtime.graphs.drafts import Drafts, several_tokens_why_not, verifying
+from accelpatch.runtime.graphs.embedded_prompts import EmbeddedPrompts
 from accelpatch.runtime.graphs.encoder_decoder import Encoded, EncoderDecoderStep, Learned, Source
 from accelpatch.runtime.graphs.encoder_decoder_learning import learned_with_encoder
 from accelpatch.runtime.graphs.fused_forward import prompts_of
@@ -60,6 +61,7 @@ class CapturedModel:
         self._encoded: dict[tuple[int, Source], Encoded] = {}
         self._vocabulary = 0
         self._prompts: Prompts | None = None
+        self._embedded: EmbeddedPrompts | None = None
         self._calls: dict[int, CapturedCalls] = {}  # by the id of the model or part
 
     @property
@@ -157,7 +159,7 @@ class CapturedModel:
 
     def free(self, rows: int) -> None:
         """Free the graphs and their caches; the batch of `rows` stays, as a step may be using it."""
-        self._prompts = None
+        self._prompts = self._embedded = None
         self._calls.clear()
         self._steps.clear()
         self._encoded.clear()
@@ -168,6 +170,12 @@ class CapturedModel:
         if self._prompts is None:
             self._prompts = prompts_of(fused, self.graph(computes_on(fused.embedding)))
         return self._prompts
+
+    def embedded_prompts(self, fused: FusedModel) -> EmbeddedPrompts:
+        """The captured short prompts of a multimodal model's fused layers, which are given as embeddings."""
+        if self._embedded is None:
+            self._embedded = EmbeddedPrompts(fused, self.graph(computes_on(fused.embedding)))
+        return self._embedded
 
     def calls(self, model: nn.Module) -> CapturedCalls:
         """The captured calls of a model that does not generate, or of a part of a model."""

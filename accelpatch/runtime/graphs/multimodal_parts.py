@@ -1,7 +1,8 @@
 """The parts of a multimodal model in a prompt: the language model runs by fused layers, towers as captured graphs.
 
 The model's own forward inserts the outputs of its towers into the embeddings of the text, and calls the language model
-with the embeddings of all tokens instead of ids. A tower is captured as a graph after enough calls of the same shapes.
+with the embeddings of all tokens instead of ids. A tower is captured as a graph after enough calls of the same shapes,
+short prompts by buckets of lengths (embedded_prompts.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from accelpatch.fusion.cache_call import CacheCall
 from accelpatch.fusion.cache_name import CACHE
 from accelpatch.fusion.fused_model import FusedModel
 from accelpatch.fusion.rotary import of_one_axis
+from accelpatch.fusion.spread import computes_on
 from accelpatch.kernels.operation import is_eager, wants_gradient
 from accelpatch.models.multimodal import is_multimodal
 from accelpatch.runtime import cache_form
@@ -117,6 +119,9 @@ def language_outputs(runtime: Any, model: Any, part: Any, given: Mapping[str, An
         blind = any(not bool(one.any(-1).all()) for one in (call.masks or {}).values())
         call.blind = blind or reads_blind_tokens(fused, {}, call, hidden=True)
         runtime.paths[FORWARD + fused.exceptions_with(watched)] += 1
+        normal = _from_short(runtime, fused, watched, call, given)
+        if normal is not None:
+            return BaseModelOutputWithPast(last_hidden_state=normal, **{CACHE: call.cache})
         x = fused.positioned(given[EMBEDDINGS], call.positions)
         x, deep = _first_layers(fused, x, call, watched, *(given.get(name) for name in DEEPSTACK))
         rest = range(deep, len(fused.layers))
@@ -124,6 +129,19 @@ def language_outputs(runtime: Any, model: Any, part: Any, given: Mapping[str, An
         return BaseModelOutputWithPast(last_hidden_state=normal.view(given[EMBEDDINGS].shape), **{CACHE: call.cache})
     finally:
         runtime.lock.release()
+
+
+def _from_short(
+    runtime: Any, fused: FusedModel, watched: Sequence[int], call: CacheCall, given: Mapping[str, Any]
+) -> Tensor | None:
+    """Normalised hidden states of a prompt by a captured one; None where it has none."""
+    embeds, shown, added = given[EMBEDDINGS], *(given.get(name) for name in DEEPSTACK)
+    added = () if shown is None else added or ()
+    if watched or embeds.device != computes_on(fused.embedding):
+        return None
+    with runtime.alone() as alone:
+        short = runtime.captured.embedded_prompts(fused).of(embeds, call, len(added)) if alone else None
+        return None if short is None else short(embeds, call, shown, added)
 
 
 def _first_layers(

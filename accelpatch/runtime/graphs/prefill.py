@@ -78,6 +78,11 @@ class ShortPrompt:
             self._made = self._program(self._ids, self._positions, self._last)
 
 
+def bucket_of(length: int) -> int:
+    """The length that prompts of `length` tokens are captured with."""
+    return next((one for one in SHORTER if length <= one), -(-length // BUCKET) * BUCKET)
+
+
 def captured_tokens(fused: FusedModel) -> int:
     """The most rows x length of a prompt that is captured; none where a layer runs code of others, which may look at
     the padding, or ask the cache for its length."""
@@ -97,7 +102,7 @@ class Prompts:
     def of(self, ids: Tensor, most: int | None = None) -> ShortPrompt | None:
         """The ShortPrompt for ids[B, L]; None where there are too many tokens, or the bucket is larger than `most`."""
         rows, length = ids.shape
-        bucket = next((one for one in SHORTER if length <= one), -(-length // BUCKET) * BUCKET)
+        bucket = bucket_of(length)
         if bucket * rows > self._tokens or (most is not None and bucket > most):
             return None
         key = rows, bucket

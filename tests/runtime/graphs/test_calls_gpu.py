@@ -12,10 +12,13 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, ViTConfig, ViTForImageClassification
 
 import accelpatch
-from accelpatch.runtime.graphs.calls import CALL, RUNS
+from accelpatch.runtime.code_watch import CODE
+from accelpatch.runtime.generation.patched_model import RUNTIME
+from accelpatch.runtime.graphs.calls import AS_FAST, CALL, RUNS
 from tests.fusion.test_fused_layer import paths
 from tests.patching.test_on_gpu import off, patched, recipes
 from tests.runtime.graphs.test_calls import short
+from tests.support.multimodal import MODELS
 from tests.support.steps import stock
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -117,3 +120,23 @@ def test_other_streams_and_threads() -> None:
             thread.join()
         assert all(off(found[turn], due[turn]) < 0.03 for turn in range(8))
     assert paths(model)[CALL] > 0
+
+
+@pytest.mark.parametrize("recipe", ["exact", "int8"])
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
+@torch.no_grad()
+def test_prompts_with_pictures(name: str, recipe: str) -> None:
+    """Tower and language model as graphs, for pictures of two sizes."""
+    model = MODELS[name][0]().to("cuda", torch.bfloat16)
+    accelpatch.patch(model, recipe, verify=False)
+    plain = stock(model)
+    vars(plain)[CODE].runtime = None  # of the tower and the language model
+    for turn in range(2 * (RUNS + 3)):
+        given = {key: value.cuda() for key, value in MODELS[name][1](1 + turn % 2).items()}
+        given["pixel_values"] = torch.randn_like(given["pixel_values"])
+        found, due = (one(**given, use_cache=True).logits.float() for one in (model, plain))
+        assert off(found, due) < 0.03
+    said = paths(model)
+    assert said.get(CALL) or f"no captured call: {AS_FAST}" in said, said
+    prompts = vars(model)[RUNTIME].captured._embedded._captured.values()
+    assert all(one._graph is not None for one in prompts)
