@@ -154,6 +154,9 @@ def main() -> None:
     print(f"| tokens | needles | {' | '.join('float' if name == 'auto' else name for name in right)} | steps |")
     print("| --- " * (3 + len(right)) + "|")
     print(f"| {asked.length:,} | {asked.needles} | {' | '.join(map(str, right.values()))} | {steps} |")
+    if any(formats.steps(name) != asked.needles for name in right):
+        paths = {name: dict(runtime.paths) for name, runtime in formats.runtimes.items()}
+        sys.exit(f"this says nothing: not every question was a step over its cache: {paths}")
 
 
 if __name__ == "__main__":
