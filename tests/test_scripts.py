@@ -196,6 +196,33 @@ def test_small_sizes_of_prompt_lookup_and_of_training(
     assert "bitsandbytes is not installed: left out" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("length, least", [(8, 0.5), (64, 0.2)])
+def test_heads_of_the_untrained_retrieval_model(length: int, least: float) -> None:
+    """The first layer's looks at the token before, the second's at the token behind the one that is asked for."""
+    from scripts.kv_retrieval import model_of, sequences
+
+    model = model_of(length)
+    model.set_attn_implementation("eager")
+    ids, keys, _ = sequences(32, length, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        first, second = model(torch.cat([ids, keys[:, :1]], 1), output_attentions=True).attentions
+    assert first[:, 0].diagonal(-1, 1, 2).median() > 0.9
+    answers = (ids == keys[:, :1]).int().argmax(1) + 1
+    assert (second[:, 0, -1].argmax(-1) == answers).float().mean() > least
+
+
+def test_a_retrieval_model_that_learns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from scripts import kv_retrieval
+
+    words = "--length 8 --batch 512 --steps 300 --needles 20 --device cpu --dtype float32"
+    monkeypatch.setattr(sys, "argv", ["kv_retrieval.py", *words.split()])
+    kv_retrieval.main()
+    asked, *found = (int(part) for part in capsys.readouterr().out.splitlines()[-1].split("|")[2:6])
+    assert asked == 20
+    assert len(found) == 3
+    assert min(found) >= 17
+
+
 def test_small_models_that_see(tmp_path: Path) -> None:
     words = ["--tiny", "--recipes", "int8", "--tokens", "4", "--repeats", "1", "--json", str(tmp_path / "found.json")]
     assert run("bench.py", "multimodal", *words) == 0
