@@ -1,9 +1,11 @@
 """Train a small model to look up a key's value far back, and print how often it does so over a KV cache in 8 bits.
 
 python scripts/kv_retrieval.py [--length 16384] [--needles 200] [--formats int8 fp8] [--device cuda]
+On a CPU: --device cpu --dtype float32 --batch 4096
 
 Two layers of Llama's form learn to answer a key with the token that followed it once, somewhere in a sequence of random
-tokens; from 8 tokens with 2 keys on, sequences become twice as long when it answers 95% rightly, up to `--length`.
+tokens; from 8 tokens with 2 keys on, sequences become twice as long when it answers 95% rightly, up to `--length`; it
+is done when it answers 97% of those.
 Two attention heads do not start at random, as such a circuit is slow to form: the first layer's looks at the token
 before, by its rotary phases, and notes it; the second layer's looks for a token whose note is the asked key. Training
 sets everything else, and changes these two as well.
@@ -31,7 +33,7 @@ from scripts.kv_fidelity import Formats
 FILLERS, NAMES, VALUES = range(512), range(512, 768), range(768, 1024)  # tokens
 PAIRS = 64  # keys of a sequence, with a value each; a quarter of the tokens of a short one at most
 SHORTEST, EVERY = 8, 25  # tokens of the first sequences; steps between two looks at the answers
-ENOUGH = 0.95  # of the answers, before sequences become longer
+ENOUGH, AT_LAST = 0.95, 0.97  # of the answers, before sequences become longer, and at the length that was asked for
 HIDDEN, HEADS, SIZE = 128, 2, 64  # hidden size; attention heads and their size
 RATE, WARM = 3e-3, 50  # learning rate, and the steps in which it is reached
 CONSTANT, SHARP, FASTEST = 4.0, 8.0, 8  # of every embedding; how peaked the first head is; rotary pairs that it uses
@@ -111,7 +113,7 @@ def train(model: Any, longest: int, device: torch.device, most: int, tokens: int
             print(
                 f"step {step}, {length} tokens: loss {loss.item():.3f}, {found:.1%} right", file=sys.stderr, flush=True
             )
-            if found >= ENOUGH and length == longest:
+            if found >= AT_LAST and length == longest:
                 return step
             length = min(2 * length, longest) if found >= ENOUGH else length
     sys.exit(f"after {most} steps the model does not answer sequences of {length} tokens: give more --steps")
