@@ -213,21 +213,32 @@ static void steps() {
                   d = 2 * pick(1, 20);
     const int64_t wide = pick(2, 90), words = pick(5, 60), length = pick(2, 150), most = pick(1, 8), q = heads * d,
                   kv = kv_heads * d;
-    Owned own[9], o;
-    const int64_t shapes[9][2] = {{q, hidden}, {kv, hidden}, {kv, hidden}, {hidden, q}, {wide, hidden}, {wide, hidden},
-        {hidden, wide}, {words, hidden}, {words, hidden}};
-    for (int i = 0; i < 9; i++) weight(own[i], shapes[i][0], shapes[i][1]);
-    auto maybe = [&](int64_t n) { return ap_norm{pick(0, 1) ? floats(o, n) : nullptr, 1e-5f, 0}; };
+    Owned own[11], o;
+    const int64_t shapes[11][2] = {{q, hidden}, {kv, hidden}, {kv, hidden}, {hidden, q}, {wide, hidden}, {wide, hidden},
+        {hidden, wide}, {words, hidden}, {words, hidden}, {q, hidden}, {hidden, q}};
+    for (int i = 0; i < 11; i++) weight(own[i], shapes[i][0], shapes[i][1]);
+    auto rms = [&](int64_t n) { return ap_norm{pick(0, 1) ? floats(o, n) : nullptr, nullptr, 1e-5f, 0}; };
+    auto norm = [&]() {
+        return pick(0, 1) ? rms(hidden)
+                          : ap_norm{floats(o, hidden), pick(0, 1) ? floats(o, hidden) : nullptr, 1e-5f, 1};
+    };
     const bool one = pick(0, 1);  // the tokens of a step are of one sequence
     const int64_t form = pick(0, 3), rows = (one ? 1 : most) * kv_heads * length;
     const int64_t cache = (rows * d * (form == AP_CACHE_FLOAT ? 4 : form == AP_CACHE_BF16 ? 2 : 1) + 3) / 4;
     auto scales = [&] {
         return form > AP_CACHE_BF16 ? reinterpret_cast<uint16_t*>(floats(o, (rows + 1) / 2)) : nullptr;
     };
-    ap_layer layer = {own[0].w, own[1].w, own[2].w, own[3].w, own[4].w, own[5].w, own[6].w, maybe(hidden),
-        maybe(hidden), maybe(hidden), maybe(hidden), maybe(d), maybe(d), floats(o, cache), floats(o, cache), scales(),
-        scales(), pick(0, 1) ? pick(1, 99) : 0, 0.2f, 0, 0, static_cast<int32_t>(pick(0, 3)),
-        static_cast<int32_t>(form), 0};
+    ap_layer layer = {};
+    layer.q = own[0].w, layer.k = own[1].w, layer.v = own[2].w, layer.o = own[3].w;
+    layer.gate = own[4].w, layer.up = own[5].w, layer.down = own[6].w;
+    layer.attention_norm = norm(), layer.after_attention_norm = norm();
+    layer.mlp_norm = norm(), layer.after_mlp_norm = norm();
+    layer.q_norm = rms(d), layer.k_norm = rms(d);
+    layer.keys = floats(o, cache), layer.values = floats(o, cache);
+    layer.key_scales = scales(), layer.value_scales = scales();
+    layer.window = pick(0, 1) ? pick(1, 99) : 0, layer.attention_scale = 0.2f;
+    layer.rope = static_cast<int32_t>(pick(-1, 0)), layer.activation = static_cast<int32_t>(pick(0, 3));
+    layer.cache = static_cast<int32_t>(form);
     if (pick(0, 1)) layer.sinks = floats(o, heads);
     Owned router, gate, up, down;
     if (pick(0, 1)) {
@@ -240,9 +251,27 @@ static void steps() {
         layer.down_bytes = stack(down, hidden, wide, number, pick(0, 1));
         layer.down = down.w, layer.chosen = pick(1, number), layer.normalise = static_cast<int32_t>(pick(0, 1));
         layer.activation = static_cast<int32_t>(pick(0, 4)), layer.alpha = 1.7f, layer.limit = 1.0f;
+    } else if (pick(0, 1)) {  // of an encoder-decoder, where anything of it may be there
+        layer.post = static_cast<int32_t>(pick(0, 1));
+        if (pick(0, 1)) layer.up = {};
     }
-    ap_model model = {1, hidden, d, most, length, &layer, own[7].w, own[8].w, maybe(hidden),
-        {floats(o, d / 2), nullptr}, {1, 1}, 2, pick(0, 1) ? 9.0f : 0.0f, one, 0};
+    int64_t text[8], ends[3];
+    ap_encoded encoded = {};
+    if (pick(0, 1)) {
+        encoded = {pick(1, most < 3 ? most : 3), pick(1, 90), text, ends, nullptr};
+        for (int64_t& one : text) one = pick(0, encoded.texts - 1);
+        for (int64_t& one : ends) one = pick(1, encoded.length);
+        if (pick(0, 1)) encoded.mask = floats(o, encoded.texts * encoded.length);
+        layer.cross_q = own[9].w, layer.cross_o = own[10].w, layer.cross_norm = norm(), layer.cross_scale = 0.3f;
+        layer.cross_keys = floats(o, encoded.texts * heads * encoded.length * d);
+        layer.cross_values = floats(o, encoded.texts * heads * encoded.length * d);
+    }
+    ap_model model = {1, hidden, d, most, length, &layer, own[7].w, own[8].w, rms(hidden), {floats(o, d / 2), nullptr},
+        {1, 1}, 2, pick(0, 1) ? 9.0f : 0.0f, one, 0};
+    if (pick(0, 1)) model.position_rows = length, model.positions = floats(o, length * hidden);
+    if (pick(0, 1)) model.embedding_norm = norm();
+    if (pick(0, 1)) model.biased_heads = heads, model.score_bias = floats(o, heads * length);
+    model.encoded = encoded;
     void* step = nullptr;
     require(ap_step_create(&model, 4, &step) == AP_OK, "step_create");
     for (int i = 0; i < 3; i++) {
