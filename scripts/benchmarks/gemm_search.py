@@ -96,6 +96,7 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
     """Print a line a shape, and the weighted uplift."""
     from accelpatch.tuning.hipblaslt.triton_gemms import TritonGemms, shipped
 
+    search.check_installed()
     platform, before, after = TritonGemms("0"), 0.0, 0.0
     printed = Table(f"linear layers of width {HIDDEN} by the Triton GEMM")
     for name in asked.cases:

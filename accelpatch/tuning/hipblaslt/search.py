@@ -7,7 +7,7 @@ and gets the answers that were written down: it goes on where it was.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from .space import Choice, Space, key_of
 
 POPULATION = 16
 REFUSED = 1e12  # microseconds that a choice which cannot run has for the algorithm
-MISSING = "the search needs pymoo, which is not installed: pip install 'accelpatch[tune]'"
+MISSING = "the search needs pymoo, and it cannot be imported ({}): pip install 'accelpatch[tune]'"
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,11 @@ Measure = Callable[[Choice], Outcome]
 
 
 def check_installed() -> None:
-    """Raise AccelpatchError where the search's library is not here."""
-    if importlib.util.find_spec("pymoo") is None:
-        raise AccelpatchError(MISSING)
+    """Raise AccelpatchError where the search's library is not here, or one that it needs."""
+    try:
+        importlib.import_module("pymoo.core.mixed")
+    except ImportError as error:
+        raise AccelpatchError(MISSING.format(error)) from error
 
 
 def search(

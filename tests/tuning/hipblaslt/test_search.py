@@ -90,6 +90,6 @@ def test_where_nothing_runs_there_is_no_best() -> None:
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pymoo", None)
+    monkeypatch.setitem(sys.modules, "pymoo.core.mixed", None)  # as without pymoo, or a package that it needs
     with pytest.raises(AccelpatchError, match=r"pip install 'accelpatch\[tune\]'"):
         search.search(Space({"A": (1, 2)}), lambda one: Outcome(1.0), trials=2)
