@@ -137,6 +137,7 @@ class Queue(GenerateManager):
 
     def _admitted(self, model: Any, inputs: Any, config: Any) -> Generating:
         """The model as this request's generation sees it. Raises HTTPException for what is over a limit."""
+        check_vocabulary(model, inputs["input_ids"])
         ticket, length = CURRENT.get(), inputs["input_ids"].shape[-1]
         _complete(config, ticket.asked, self._new_tokens(length, ticket.new_tokens))
         ticket.prompt_tokens, ticket.submitted = length, True
@@ -163,6 +164,16 @@ class Queue(GenerateManager):
             )
         room = limits.new_tokens if context is None else min(limits.new_tokens, context - prompt)
         return room if asked is None else asked
+
+
+def check_vocabulary(model: Any, ids: torch.Tensor) -> None:
+    """Raise HTTPException for ids that the model has no embedding of: on a GPU they would end the whole process."""
+    known, most = model.config.get_text_config(decoder=True).vocab_size, int(ids.max()) if ids.numel() else 0
+    if most >= known:
+        raise HTTPException(
+            400,
+            f"the prompt has the token {most}, and the model's vocabulary {known} tokens: another model's tokenizer",
+        )
 
 
 def _ids(tokens: Any) -> list[int]:

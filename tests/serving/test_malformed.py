@@ -129,3 +129,15 @@ def test_reasons(server: Running, path: str, change: dict[str, Any], reason: str
 def test_no_json(server: Running, data: bytes, reason: str) -> None:
     status, answer = server.ask(TEXT, data)
     assert (status, reason in json.loads(answer)["error"]["message"]) == (400, True), answer
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"temperature": 0.7}], ids=["whole", "a stream", "sampled"])
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_a_token_that_the_model_does_not_know(
+    server: Running, path: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of another model's tokenizer."""
+    monkeypatch.setattr(server.model.config, "vocab_size", 2)
+    status, answer = server.ask(path, GOOD[path] | more)
+    message = json.loads(answer)["error"]["message"]
+    assert (status, "the model's vocabulary 2 tokens" in message) == (400, True), answer
