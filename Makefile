@@ -21,7 +21,8 @@ GATE := .venv/bin/python scripts/amd_gate.py --wheels .venv/gate \
 	&& $(UNCHANGED) composable_kernel scripts/ck_gate.py accelpatch/kernels/ck \
 		-- .venv/bin/python scripts/ck_gate.py --wheels .venv/gate \
 	&& $(UNCHANGED) cpu_kernels_for_arm scripts/wheel_gate.py scripts/gates/run_calls.cpp accelpatch/kernels/cpu \
-		tests/kernels/cpu/harness.cpp -- .venv/bin/python scripts/wheel_gate.py --wheels .venv/gate \
+		tests/kernels/cpu/harness.cpp tests/kernels/cpu/harness.h \
+		-- .venv/bin/python scripts/wheel_gate.py --wheels .venv/gate \
 	&& .venv/bin/python scripts/jit_gate.py --wheels .venv/gate \
 	&& $(UNCHANGED) triton_compiled scripts/triton_gate.py \
 		-- env PYTHONPATH=.venv/gate .venv/bin/python -W ignore scripts/triton_gate.py \

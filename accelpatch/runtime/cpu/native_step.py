@@ -214,8 +214,8 @@ def _why_not(
         return f"the argument {extra}"
     if arguments.get("use_cache") is False or arguments.get("return_dict") is False:
         return "no cache or a tuple was asked for"
-    configs = configs_of_call(model)
-    if any(getattr(one, name, None) for one in configs for name in ("output_hidden_states", "output_attentions")):
+    configs, asked = configs_of_call(model), ("output_hidden_states", "output_attentions")
+    if any(arguments.get(name) or any(getattr(one, name, None) for one in configs) for name in asked):
         return "attentions or hidden states were asked for"
     caching = arguments.get("use_cache") or all(getattr(one, "use_cache", True) for one in configs)
     if len(configs) > 1 and not caching:

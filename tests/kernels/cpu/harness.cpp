@@ -1,115 +1,7 @@
 // Random shapes through every function of the C interface, for a build under sanitizers. Each buffer has exactly the
 // size that the interface asks for, so that a byte too far is an error. argv: seed, rounds, ISA. Prints how many rounds
 // it did.
-#include <algorithm>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <random>
-#include <vector>
-
-#include "accelpatch_cpu.h"
-
-static std::mt19937 rng;
-static int64_t pick(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(rng); }
-
-template <class T>
-struct Buffer {  // exactly `count` elements: `data` at a multiple of 64, `tail` wherever malloc puts them
-    T *data = nullptr, *tail;
-    explicit Buffer(int64_t count) : tail(static_cast<T*>(std::malloc(count * sizeof(T)))) {
-        if (posix_memalign(reinterpret_cast<void**>(&data), 64, count * sizeof(T))) std::abort();
-    }
-    ~Buffer() { std::free(data), std::free(tail); }
-    Buffer(const Buffer&) = delete;
-};
-
-static void fill(float* p, int64_t count) {
-    for (int64_t i = 0; i < count; i++) p[i] = static_cast<float>(pick(-1000, 1000)) / 500;
-    if (count > 0 && pick(0, 20) == 0) p[pick(0, count - 1)] = pick(0, 1) ? NAN : INFINITY;
-}
-
-static void require(bool holds, const char* what) {
-    if (holds) return;
-    std::fprintf(stderr, "%s\n", what);
-    std::exit(3);
-}
-
-struct Owned {  // a weight of any kind, with its memory
-    ap_linear w = {};
-    std::vector<std::unique_ptr<Buffer<uint8_t>>> packs;
-    std::vector<std::unique_ptr<Buffer<float>>> floats;
-    std::vector<std::unique_ptr<Buffer<int32_t>>> orders;
-};
-
-static float* floats(Owned& o, int64_t count) {
-    o.floats.push_back(std::make_unique<Buffer<float>>(count));
-    fill(o.floats.back()->tail, count);
-    return o.floats.back()->tail;
-}
-
-// A weight's group, offset and scales, of those that its kind takes with this k.
-static void shape(ap_linear& w) {
-    const int64_t k = w.k;
-    if (w.kind == AP_TABLE && k % 16) w.kind = AP_INT4;
-    if ((w.kind == AP_Q4_K || w.kind == AP_Q6_K) && k % 256) w.kind = AP_INT4;
-    if (w.kind == AP_INT4 && k % 2) w.kind = AP_INT8;
-    if (w.kind == AP_W8A8 && pick(0, 1)) w.input_scale = 0.01f;
-    const bool grouped = w.kind == AP_INT8 || w.kind == AP_INT4 || w.kind == AP_TABLE;
-    const int64_t groups[] = {16, 32, 64, k}, group = groups[pick(0, 3)];
-    if (grouped && k % group == 0) w.group = group;
-    if (w.kind == AP_INT4) w.offset = static_cast<int32_t>(pick(AP_NO_OFFSET, AP_ZERO_POINT));
-    w.half_scales = grouped && pick(0, 1);
-    if (w.kind == AP_Q4_K) w.group = 32, w.half_scales = 1;
-    if (w.kind == AP_Q6_K) w.group = 16, w.half_scales = 1;
-}
-
-static void order(Owned& o) {
-    o.orders.push_back(std::make_unique<Buffer<int32_t>>(o.w.k));
-    int32_t* to = o.orders.back()->tail;
-    for (int64_t j = 0; j < o.w.k; j++) to[j] = static_cast<int32_t>(j);
-    std::shuffle(to, to + o.w.k, rng);
-    o.w.order = to;
-}
-
-static int64_t canonical_bytes(const ap_linear& w) {
-    if (w.kind == AP_Q4_K) return w.n * (w.k / 256) * 144;
-    if (w.kind == AP_Q6_K) return w.n * (w.k / 256) * 210;
-    return w.kind == AP_INT8 || w.kind == AP_W8A8 ? w.n * w.k : w.n * w.k / 2;
-}
-
-static void weight(Owned& o, int64_t n, int64_t k) {
-    ap_linear& w = o.w;
-    w = {static_cast<int32_t>(pick(AP_DENSE, AP_Q6_K)), 0, 0, 0, n, k, k, nullptr, nullptr, nullptr, nullptr};
-    shape(w);
-    if (pick(0, 1)) w.bias = floats(o, n);
-    if (w.kind == AP_TABLE) w.table = floats(o, 16);
-    if (w.kind != AP_W8A8 && pick(0, 2) == 0) order(o);
-    if (w.kind == AP_DENSE) {
-        w.data = floats(o, n * k);
-        return;
-    }
-    const int64_t q_bytes = canonical_bytes(w), groups = n * (k / w.group), bytes = ap_pack_bytes(&w);
-    require(bytes > 0, "pack_bytes");
-    Buffer<uint8_t> q(q_bytes), back(q_bytes), zero(groups), zero_back(groups);
-    for (int64_t i = 0; i < q_bytes; i++) q.tail[i] = static_cast<uint8_t>(pick(0, 255));
-    float *scale = floats(o, groups), *minimum = floats(o, groups);
-    for (int64_t i = 0; i < groups; i++) {
-        scale[i] = minimum[i] = static_cast<float>(pick(1, 64)) / 64;  // float16 holds these
-        zero.tail[i] = static_cast<uint8_t>(pick(0, 16));
-    }
-    const bool zeros = w.offset == AP_ZERO_POINT, scaled = w.kind != AP_Q4_K && w.kind != AP_Q6_K;
-    o.packs.push_back(std::make_unique<Buffer<uint8_t>>(bytes));
-    const void* offset = zeros ? static_cast<const void*>(zero.tail) : minimum;
-    require(ap_pack(&w, q.tail, scaled ? scale : nullptr, offset, o.packs.back()->data) == AP_OK, "pack");
-    Buffer<float> scale_back(groups), minimum_back(groups);
-    void* to = zeros ? static_cast<void*>(zero_back.tail) : minimum_back.tail;
-    require(ap_unpack(&w, o.packs.back()->data, back.tail, scaled ? scale_back.tail : nullptr, to) == AP_OK, "unpack");
-    require(!std::memcmp(q.tail, back.tail, q_bytes) && (!scaled || !std::memcmp(scale, scale_back.tail, groups * 4)) &&
-                (!zeros || !std::memcmp(zero.tail, zero_back.tail, groups)),
-        "unpack gave something else");
-    w.data = o.packs.back()->data;
-}
+#include "harness.h"
 
 static void products() {
     Owned o;
@@ -208,72 +100,28 @@ static int64_t stack(Owned& o, int64_t n, int64_t k, int64_t number, bool dense)
     return bytes;
 }
 
-static void steps() {
-    const int64_t hidden = pick(1, 4) * 16 + 2 * pick(0, 3), kv_heads = pick(1, 2), heads = kv_heads * pick(1, 3),
-                  d = 2 * pick(1, 20);
-    const int64_t wide = pick(2, 90), words = pick(5, 60), length = pick(2, 150), most = pick(1, 8), q = heads * d,
-                  kv = kv_heads * d;
-    Owned own[11], o;
-    const int64_t shapes[11][2] = {{q, hidden}, {kv, hidden}, {kv, hidden}, {hidden, q}, {wide, hidden}, {wide, hidden},
-        {hidden, wide}, {words, hidden}, {words, hidden}, {q, hidden}, {hidden, q}};
-    for (int i = 0; i < 11; i++) weight(own[i], shapes[i][0], shapes[i][1]);
-    auto rms = [&](int64_t n) { return ap_norm{pick(0, 1) ? floats(o, n) : nullptr, nullptr, 1e-5f, 0}; };
-    auto norm = [&]() {
-        return pick(0, 1) ? rms(hidden)
-                          : ap_norm{floats(o, hidden), pick(0, 1) ? floats(o, hidden) : nullptr, 1e-5f, 1};
-    };
-    const bool one = pick(0, 1);  // the tokens of a step are of one sequence
-    const int64_t form = pick(0, 3), rows = (one ? 1 : most) * kv_heads * length;
-    const int64_t cache = (rows * d * (form == AP_CACHE_FLOAT ? 4 : form == AP_CACHE_BF16 ? 2 : 1) + 3) / 4;
-    auto scales = [&] {
-        return form > AP_CACHE_BF16 ? reinterpret_cast<uint16_t*>(floats(o, (rows + 1) / 2)) : nullptr;
-    };
-    ap_layer layer = {};
-    layer.q = own[0].w, layer.k = own[1].w, layer.v = own[2].w, layer.o = own[3].w;
-    layer.gate = own[4].w, layer.up = own[5].w, layer.down = own[6].w;
-    layer.attention_norm = norm(), layer.after_attention_norm = norm();
-    layer.mlp_norm = norm(), layer.after_mlp_norm = norm();
-    layer.q_norm = rms(d), layer.k_norm = rms(d);
-    layer.keys = floats(o, cache), layer.values = floats(o, cache);
-    layer.key_scales = scales(), layer.value_scales = scales();
-    layer.window = pick(0, 1) ? pick(1, 99) : 0, layer.attention_scale = 0.2f;
-    layer.rope = static_cast<int32_t>(pick(-1, 0)), layer.activation = static_cast<int32_t>(pick(0, 3));
-    layer.cache = static_cast<int32_t>(form);
-    if (pick(0, 1)) layer.sinks = floats(o, heads);
-    Owned router, gate, up, down;
-    if (pick(0, 1)) {
-        const int64_t number = pick(1, 6);
-        const bool dense = pick(0, 1);
-        layer.router = {AP_DENSE, 0, 0, 0, number, hidden, hidden, floats(router, number * hidden),
-            pick(0, 1) ? floats(router, number) : nullptr, nullptr, nullptr};
-        layer.expert_bytes = stack(gate, wide, hidden, number, dense);
-        up.w = gate.w, layer.gate = gate.w, layer.up = up.w;
-        layer.down_bytes = stack(down, hidden, wide, number, pick(0, 1));
-        layer.down = down.w, layer.chosen = pick(1, number), layer.normalise = static_cast<int32_t>(pick(0, 1));
-        layer.activation = static_cast<int32_t>(pick(0, 4)), layer.alpha = 1.7f, layer.limit = 1.0f;
-    } else if (pick(0, 1)) {  // of an encoder-decoder, where anything of it may be there
-        layer.post = static_cast<int32_t>(pick(0, 1));
-        if (pick(0, 1)) layer.up = {};
-    }
-    int64_t text[8], ends[3];
-    ap_encoded encoded = {};
-    if (pick(0, 1)) {
-        encoded = {pick(1, most < 3 ? most : 3), pick(1, 90), text, ends, nullptr};
-        for (int64_t& one : text) one = pick(0, encoded.texts - 1);
-        for (int64_t& one : ends) one = pick(1, encoded.length);
-        if (pick(0, 1)) encoded.mask = floats(o, encoded.texts * encoded.length);
-        layer.cross_q = own[9].w, layer.cross_o = own[10].w, layer.cross_norm = norm(), layer.cross_scale = 0.3f;
-        layer.cross_keys = floats(o, encoded.texts * heads * encoded.length * d);
-        layer.cross_values = floats(o, encoded.texts * heads * encoded.length * d);
-    }
-    ap_model model = {1, hidden, d, most, length, &layer, own[7].w, own[8].w, rms(hidden), {floats(o, d / 2), nullptr},
-        {1, 1}, 2, pick(0, 1) ? 9.0f : 0.0f, one, 0};
-    if (pick(0, 1)) model.position_rows = length, model.positions = floats(o, length * hidden);
-    if (pick(0, 1)) model.embedding_norm = norm();
-    if (pick(0, 1)) model.biased_heads = heads, model.score_bias = floats(o, heads * length);
-    model.encoded = encoded;
-    void* step = nullptr;
-    require(ap_step_create(&model, 4, &step) == AP_OK, "step_create");
+// Perhaps an RMSNorm.
+static ap_norm rms(Owned& o, int64_t n) { return {pick(0, 1) ? floats(o, n) : nullptr, nullptr, 1e-5f, 0}; }
+// Or a LayerNorm.
+static ap_norm norm(Owned& o, int64_t n) {
+    if (pick(0, 1)) return rms(o, n);
+    return {floats(o, n), pick(0, 1) ? floats(o, n) : nullptr, 1e-5f, 1};
+}
+
+struct Texts {  // an encoder's: that of each row, and where each ends
+    int64_t of_row[8], ends[3];
+};
+
+static ap_encoded encoder(Owned& o, Texts& its, int64_t rows) {
+    ap_encoded made = {pick(1, std::min<int64_t>(rows, 3)), pick(1, 90), its.of_row, its.ends, nullptr};
+    for (int64_t& one : its.of_row) one = pick(0, made.texts - 1);
+    for (int64_t& one : its.ends) one = pick(1, made.length);
+    if (pick(0, 1)) made.mask = floats(o, made.texts * made.length);
+    return made;
+}
+
+// Three steps of a model, each in one call and cut behind its embedding.
+static void run(void* step, int64_t most, int64_t length, int64_t words, int64_t hidden, bool one) {
     for (int i = 0; i < 3; i++) {
         const int64_t batch = pick(1, most < length ? most : length), first = pick(0, length - batch);
         int64_t tokens[8], slots[8], starts[8], positions[8];
@@ -293,6 +141,68 @@ static void steps() {
                     AP_OK,
             "step_run_head");
     }
+}
+
+static void steps() {
+    const int64_t hidden = pick(1, 4) * 16 + 2 * pick(0, 3), kv_heads = pick(1, 2), heads = kv_heads * pick(1, 3),
+                  d = 2 * pick(1, 20);
+    const int64_t wide = pick(2, 90), words = pick(5, 60), length = pick(2, 150), most = pick(1, 8), q = heads * d,
+                  kv = kv_heads * d;
+    Owned own[11], o;
+    const int64_t shapes[11][2] = {{q, hidden}, {kv, hidden}, {kv, hidden}, {hidden, q}, {wide, hidden}, {wide, hidden},
+        {hidden, wide}, {words, hidden}, {words, hidden}, {q, hidden}, {hidden, q}};
+    for (int i = 0; i < 11; i++) weight(own[i], shapes[i][0], shapes[i][1]);
+    const bool one = pick(0, 1);  // the tokens of a step are of one sequence
+    const int64_t form = pick(0, 3), rows = (one ? 1 : most) * kv_heads * length;
+    const int64_t cache = (rows * d * (form == AP_CACHE_FLOAT ? 4 : form == AP_CACHE_BF16 ? 2 : 1) + 3) / 4;
+    auto scales = [&] {
+        return form > AP_CACHE_BF16 ? reinterpret_cast<uint16_t*>(floats(o, (rows + 1) / 2)) : nullptr;
+    };
+    ap_layer layer = {};
+    layer.q = own[0].w, layer.k = own[1].w, layer.v = own[2].w, layer.o = own[3].w;
+    layer.gate = own[4].w, layer.up = own[5].w, layer.down = own[6].w;
+    layer.attention_norm = norm(o, hidden), layer.after_attention_norm = norm(o, hidden);
+    layer.mlp_norm = norm(o, hidden), layer.after_mlp_norm = norm(o, hidden);
+    layer.q_norm = rms(o, d), layer.k_norm = rms(o, d);
+    layer.keys = floats(o, cache), layer.values = floats(o, cache);
+    layer.key_scales = scales(), layer.value_scales = scales(), layer.attention_scale = 0.2f;
+    layer.window = pick(0, 1) ? pick(1, 99) : 0;
+    layer.rope = static_cast<int32_t>(pick(-1, 0)), layer.activation = static_cast<int32_t>(pick(0, 3));
+    layer.cache = static_cast<int32_t>(form);
+    if (pick(0, 1)) layer.sinks = floats(o, heads);
+    Owned router, gate, up, down;
+    if (pick(0, 1)) {
+        const int64_t number = pick(1, 6);
+        const bool dense = pick(0, 1);
+        layer.router = {AP_DENSE, 0, 0, 0, number, hidden, hidden, floats(router, number * hidden),
+            pick(0, 1) ? floats(router, number) : nullptr, nullptr, nullptr};
+        layer.expert_bytes = stack(gate, wide, hidden, number, dense);
+        up.w = gate.w, layer.gate = gate.w, layer.up = up.w;
+        layer.down_bytes = stack(down, hidden, wide, number, pick(0, 1));
+        layer.down = down.w, layer.chosen = pick(1, number), layer.normalise = static_cast<int32_t>(pick(0, 1));
+        layer.activation = static_cast<int32_t>(pick(0, 4)), layer.alpha = 1.7f, layer.limit = 1.0f;
+    } else if (pick(0, 1)) {  // of an encoder-decoder, where anything of it may be there
+        layer.post = static_cast<int32_t>(pick(0, 1));
+        if (pick(0, 1)) layer.up = {};
+    }
+    Texts texts;
+    ap_encoded encoded = {};
+    if (pick(0, 1)) {
+        encoded = encoder(o, texts, most);
+        layer.cross_q = own[9].w, layer.cross_o = own[10].w, layer.cross_norm = norm(o, hidden);
+        layer.cross_scale = 0.3f;
+        layer.cross_keys = floats(o, encoded.texts * heads * encoded.length * d);
+        layer.cross_values = floats(o, encoded.texts * heads * encoded.length * d);
+    }
+    ap_model model = {1, hidden, d, most, length, &layer, own[7].w, own[8].w, rms(o, hidden),
+        {floats(o, d / 2), nullptr}, {1, 1}, 2, pick(0, 1) ? 9.0f : 0.0f, one, 0};
+    if (pick(0, 1)) model.position_rows = length, model.positions = floats(o, length * hidden);
+    if (pick(0, 1)) model.embedding_norm = norm(o, hidden);
+    if (pick(0, 1)) model.biased_heads = heads, model.score_bias = floats(o, heads * length);
+    model.encoded = encoded;
+    void* step = nullptr;
+    require(ap_step_create(&model, 4, &step) == AP_OK, "step_create");
+    run(step, most, length, words, hidden, one);
     ap_step_free(step);
 }
 
