@@ -148,9 +148,9 @@ def cross_runs(layer: FusedCrossLayer, calls: Sequence[Call]) -> Iterator[Run]:
         sample = Sample(layer, call)
         originals = [one[:, -1:] for one in call.outputs[:1]]
         modules, redrawn = sample.by_modules(sample.x), partial(_redrawn, sample)
-        yield Run(sample.fused(), modules, originals, redrawn)
+        yield Run(sample.fused(), modules, originals, redrawn, sample.states.shape[1])
         if (weights := _native_of(layer)) is not None and len(sample.x) <= MAX_BATCH:
-            yield Run(sample.native(weights), modules, originals, redrawn)
+            yield Run(sample.native(weights), modules, originals, redrawn, sample.states.shape[1])
 
 
 def _native_of(layer: FusedCrossLayer) -> LayerWeights | None:
