@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
@@ -30,6 +31,7 @@ class ModelRuntime:
     compiled: Any = None  # the model's forward, compiled; None where the recipe does not ask for it
     heads: Any = None  # transformers' generator by the model's MTP heads, once they were read (mtp_heads.py)
     begin: Any = None  # called with ids and configuration before generate() decodes; None for nothing
+    training_layers: Any = None  # captured layers of a model that trains, on a GPU
     static_cache = False  # whether generate() makes a static cache, for the compiled forward
 
     def __init__(self, *settings: Any) -> None:
@@ -52,6 +54,10 @@ class ModelRuntime:
     def packing(self, model: Any, given: Mapping[str, Any]) -> Packing | None:
         """How the layers of an encoder run such a call without its padding; None where they do not."""
         return None if self.padding == "keep" else packing_of(model, given)
+
+    def checkpointed(self, model: Any) -> AbstractContextManager[None]:
+        """Context manager around a call by the modules, whose checkpointed layers may be captured meanwhile."""
+        return nullcontext() if self.training_layers is None else self.training_layers.around(self, model)
 
     def modules(self, forward: Any, model: Any, args: Any, kwargs: Any) -> Any:
         """Outputs of a call by the model's modules. forward: of the model's own class."""

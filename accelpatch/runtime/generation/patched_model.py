@@ -245,15 +245,14 @@ def _stepping(cls: Any) -> Any:
                 with all_threads(), without_padding(packing):
                     return cls.forward(self, *args, **kwargs)
             outputs = None if given is None else runtime.outputs(self, given)
-            if outputs is None and runtime.loss == "chunked" and given is not None:
-                with all_threads():
+            if outputs is not None:
+                return outputs
+            with all_threads(), runtime.checkpointed(self):
+                if runtime.loss == "chunked" and given is not None:
                     outputs = chunked_loss.outputs(self, given)
-            if outputs is None:
-                if runtime.code.others:
+                if outputs is None and runtime.code.others:
                     runtime.paths[f"modules of other code: {runtime.code.others}"] += 1
-                with all_threads():
-                    return runtime.modules(cls.forward, self, args, kwargs)
-            return outputs
+                return runtime.modules(cls.forward, self, args, kwargs) if outputs is None else outputs
 
     return behind_checks(cls.forward, forward)
 

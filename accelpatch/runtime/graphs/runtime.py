@@ -24,6 +24,7 @@ from accelpatch.runtime.graphs.kv_cache import capacity_for, grown
 from accelpatch.runtime.graphs.model_graphs import AdapterStates, CapturedModel
 from accelpatch.runtime.graphs.multimodal_parts import part_outputs
 from accelpatch.runtime.graphs.step import CapturedStep
+from accelpatch.runtime.graphs.training_layers import TrainingLayers
 from accelpatch.runtime.model_runtime import ModelRuntime
 from accelpatch.runtime.quantized_cache import format_of_cache
 from accelpatch.runtime.watch import Watch
@@ -46,7 +47,7 @@ class CapturedRuntime(ModelRuntime):
         super().__init__(graph, cache, max_length, speculate, kv_cache)
         self.kv_cache = kv_cache
         self._form = self._present_form = kv_cache if kv_cache != "auto" else FLOAT
-        self.lock = threading.RLock()
+        self.lock, self.training_layers = threading.RLock(), TrainingLayers()
         self.max_length = max_length
         self._speculate = speculate != "off"
         self._off = "the recipe says graph: off" if graph == "off" else "the recipe says cache: stock"
@@ -147,7 +148,7 @@ class CapturedRuntime(ModelRuntime):
         """Lay out the weights of the model's fused layers now; returns those, or why there are none."""
         if not generates(model):
             return "it does not generate"
-        if reason := self._unable(model):
+        if reason := self.unable(model):
             return reason
         self._look(model)
         if not self.captured.read:
@@ -185,7 +186,7 @@ class CapturedRuntime(ModelRuntime):
 
         given: the arguments of a call of an encoder-decoder.
         """
-        if reason := self.code.cache or self._unable(model):
+        if reason := self.code.cache or self.unable(model):
             return reason
         self._look(model)
         captured = self.captured
@@ -243,12 +244,12 @@ class CapturedRuntime(ModelRuntime):
     def _looked(self, model: nn.Module) -> bool:
         """Check the model for changes; returns False where its modules must run a single call."""
         replica = vars(model).get("_is_replica", False)  # a replica of nn.DataParallel has other weights
-        if replica or self._busy or self._unable(model) is not None:
+        if replica or self._busy or self.unable(model) is not None:
             return False
         self._look(model)
         return self.watch.objection() is None
 
-    def _unable(self, model: nn.Module) -> str | None:
+    def unable(self, model: nn.Module) -> str | None:
         """Why neither captured steps nor fused layers can run now; does not look at the model's modules."""
         if next(model.parameters(), None) is None:
             return "a model without parameters"
@@ -274,7 +275,8 @@ class CapturedRuntime(ModelRuntime):
             self._states.switch((*self._watch.adapters(), self._present_form), self._present_form)
 
     def _fuse(self, model: nn.Module) -> None:
-        self._watch = None  # the Watch would keep the old weights alive while the new ones are made
+        self._watch = None  # the Watch would keep the old weights alive while the new ones are made; graphs too
+        self.training_layers.close()
         self.captured.fuse(model, self.unfused)
         self._states.moved()
         self._watch = Watch(model)
