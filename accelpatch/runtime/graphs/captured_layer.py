@@ -20,6 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from accelpatch.errors import KernelError
 from accelpatch.runtime.graphs.capture import Graph, GraphOf
+from accelpatch.runtime.watch import layouts_of
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -114,7 +115,10 @@ class CapturedLayer:
         tables = [module._parameters for module in layer.modules()]
         self._places = [(table, name, number[id(one)]) for table in tables for name, one in table.items()
                         if id(one) in number]  # fmt: skip
-        self._pointers = list(map(Tensor.data_ptr, self.parameters))
+        self._tensors = [*layer.parameters(), *layer.buffers()]
+        self._pointers = list(map(Tensor.data_ptr, self._tensors))
+        # what a graph reads lives until the last backward pass, wherever the layer's own tensors are by then
+        self._read = [one.detach() for one in self._tensors], layouts_of(layer, list(layer.modules()))
         self._found: list[Tensor | None] = []
 
     def capture(self, graph: GraphOf) -> None:
@@ -172,7 +176,7 @@ class CapturedLayer:
         asked = [given[0], *leaves] if self._wanted else leaves
         # gradients that come from one operation to the next are nothing that a capture must keep alive
         with torch.autograd.set_multithreading_enabled(False), torch._C.DisableTorchFunction():
-            found = list(torch.autograd.grad(y, asked, self.static.of_y, allow_unused=True))
+            found: list[Any] = list(torch.autograd.grad(y, asked, self.static.of_y, allow_unused=True))
         if self._wanted:
             of_x = found.pop(0)
             self.static.of_x.zero_() if of_x is None else self.static.of_x.copy_(of_x)
@@ -193,8 +197,8 @@ class CapturedLayer:
 
     def backward(self, call: Call, tensors: list[Tensor], of_y: Tensor) -> list[Tensor | None]:
         """The gradients of the hidden states and of each parameter: by a graph, but for those that shall have gradients
-        themselves, and where a parameter has moved since the forward pass."""
-        if torch.is_grad_enabled() or list(map(Tensor.data_ptr, self.parameters)) != self._pointers:
+        themselves, and where a tensor of the layer has moved since the forward pass."""
+        if torch.is_grad_enabled() or list(map(Tensor.data_ptr, self._tensors)) != self._pointers:
             return self._uncaptured(call, tensors, of_y)
         with self.static.alone(self.static.device):
             self.static.fill(tensors)

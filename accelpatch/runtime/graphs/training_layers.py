@@ -70,7 +70,7 @@ class TrainingWatch(Watch):
         everywhere = chain.from_iterable(getattr(torch_module, name).values() for name in GLOBAL_HOOKS)
         if not all(hasattr(hook, OWN_HOOK) for hook in everywhere):
             return "a hook on all modules"
-        if hooked(self._observers) or any(self._backward_hooks) or output_capturing._active_collector.get():
+        if hooked(self._observers) or any(self._backward_hooks):
             return "a hook in a layer"
         if any("forward" in vars(module) for module in self._inner):
             return "a module whose forward was replaced"
@@ -102,7 +102,7 @@ class TrainingLayers:
     def __init__(self) -> None:
         self._calling, self._lock = threading.Lock(), threading.RLock()  # a call of the model; one of a layer
         self._alone = OneAtATime()
-        self._changes = 0
+        self._changes = self._version = 0  # the latter: of the code that was read
         self.close()
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class TrainingLayers:
     def _run(self, place: int, layer: Any, stock: Any, function: Any, *args: Any) -> Any:
         """One layer of a call, in the place of `stock`, which is torch's checkpoint."""
         watch = self._watch
-        if torch.compiler.is_compiling() or watch is None:
+        if torch.compiler.is_compiling() or watch is None or output_capturing._active_collector.get():
             return stock(function, *args)
         form, given = reentrant(stock), read(function, args)
         reason: str | None = "another function than torch's checkpoint" if form is None else watch.reasons[place]
