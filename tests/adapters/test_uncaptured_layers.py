@@ -1,4 +1,4 @@
-"""Training with gradient checkpointing where captured layers would be wrong: torch's checkpoint runs, and it is said why."""
+"""Training with gradient checkpointing where torch's checkpoint runs, not captured layers, and the report says why."""
 
 from __future__ import annotations
 

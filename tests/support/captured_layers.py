@@ -47,12 +47,11 @@ def _counted(seen: list[str], name: str, stock: Callable[..., Any]) -> Callable[
 
 
 def trained(
-    recipe: str = "int8", reentrant: bool = False, name: str = "llama", attention: str = "sdpa", **changes: Any
+    recipe: str = "int8", reentrant: bool = False, name: str = "llama", attention: str | None = None, **changes: Any
 ) -> Any:
     torch.manual_seed(1)
-    model: Any = accelpatch.patch(
-        CAUSAL[name].make(attn_implementation=attention), RECIPES.get(recipe, recipe), verify=False
-    )
+    options: Found = {} if attention is None else {"attn_implementation": attention}
+    model: Any = accelpatch.patch(CAUSAL[name].make(**options), RECIPES.get(recipe, recipe), verify=False)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     return peft.get_peft_model(model, config(**changes)).train()
