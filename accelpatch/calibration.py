@@ -33,7 +33,7 @@ from accelpatch.recipe.recipe import Recipe
 from accelpatch.replacers import mixed_bits, rounding
 from accelpatch.replacers.mixed_bits import Measured
 from accelpatch.replacers.smoothing import site_statistics
-from accelpatch.replacers.stored import known
+from accelpatch.replacers.stored import stored_of
 
 OUTPUTS = ("q_proj", "k_proj", "v_proj")  # roles whose outputs may get static scales too
 MOST = 4096  # rows of an iterator that are kept
@@ -76,7 +76,7 @@ def statistics_of(
     model: nn.Module, batches: list[dict[str, Any]], watch: Callable[[str, int, int], None]
 ) -> Statistics:
     """Run batches through the model and gather statistics of every linear layer's input. See api.calibrate."""
-    found = sites(model, roles_of(getattr(model, "config", None)), known)
+    found = sites(model, roles_of(getattr(model, "config", None)), stored_of)
     paths = {site.path: site.role for site in found if site.role in LINEAR_ROLES and site.k is not None}
     outputs = {path for path, role in paths.items() if role in OUTPUTS}
     collector = Collector()
@@ -93,7 +93,7 @@ def of_request(model: nn.Module, request: Request, writing: Writing, notes: list
     Raises PatchError for statistics of another model.
     """
     planned, given, watch = request.planned, request.statistics, request.watch
-    if request.at_hand:
+    if request.loaded:
         return {}
     if not planned.calibrates:
         if given is not None or request.data is not None:

@@ -159,9 +159,9 @@ def _finish_loading(
     known = config.level == AUTO and bool(config.verified)
     before = known and config.verified == computed_by(model, planned, planned.recipe)
     extent = Extent(QUICK if before else config.level, loaded=bool(built))
-    at_hand = {item.entry.site.path: item for item in built}
+    loaded = {item.entry.site.path: item for item in built}
     with bars.shown(config.progress) as shown:
-        carry_out(model, Request(planned, Stopwatch(shown), extent=extent, at_hand=at_hand, save=save))
+        carry_out(model, Request(planned, Stopwatch(shown), extent=extent, loaded=loaded, save=save))
     handle_of(model).keep_original, report = apply.LOADED, handle_of(model).record
     if report.verification is not None:
         report.verification.before = before

@@ -50,7 +50,7 @@ from accelpatch.recipe import quality
 from accelpatch.recipe import recipe as recipes
 from accelpatch.recipe.recipe import Recipe
 from accelpatch.replacers import registry
-from accelpatch.replacers.stored import known
+from accelpatch.replacers.stored import stored_of
 from accelpatch.report import Report
 from accelpatch.runtime import compiled as compiled_parts
 from accelpatch.runtime import tuned_gemms
@@ -68,8 +68,8 @@ def plan_of(model: nn.Module, recipe: recipes.Recipe, device: devices.Device | N
     placement = placement_of(model)
     roles = {**layer_roles(model, is_cross_layer), **roles_of(getattr(model, "config", None))}
     facts = device or devices.probe(str(placement.device or device_of(model)))
-    made = make_plan(model, recipe, facts, roles, registry(), smoothing_groups(model), known, placement, slower)
-    return replace(made, who_runs=who_runs.table, left=(*made.left, *_not_taken(made), *_compiles(made)))
+    made = make_plan(model, recipe, facts, roles, registry(), smoothing_groups(model), stored_of, placement, slower)
+    return replace(made, explain_kernels=who_runs.table, notes=(*made.notes, *_not_taken(made), *_compiles(made)))
 
 
 def _compiles(planned: Plan) -> list[str]:
@@ -268,13 +268,13 @@ def _carry_out(model: Any, request: Request) -> None:
     stats = calibration.of_request(model, request, writing, notes)
     copying = HostCopies(rounded_weights(planned) if request.keep_original == "cpu" else [])
     with for_idle_cores(planned.device.kind), copying as copies:
-        with formula.by_formula(model, formula.taken_over(planned) if extent.any else []) as said:
+        with formula.by_formula(model, formula.stored_sites(planned) if extent.verifies else []) as said:
             notes += said
-            captured = capture(model, request, sample_inputs) if extent.any else NOT_VERIFIED
+            captured = capture(model, request, sample_inputs) if extent.verifies else NOT_VERIFIED
             built, planned = verified_build(request, captured, checked, stats)
         request = replace(request, planned=planned)
         formula.check_unpacking(planned.entries)
-        runtime = new_runtime(planned.device.kind, planned.recipe.runtime, request.placement.begin)
+        runtime = new_runtime(planned.device.kind, planned.recipe.runtime, request.placement.before_generate)
         report = stage_report(planned, built, runtime.paths)
         report.notes += notes
         attributes = [*patched_classes(model, runtime), (model, SAVE, request.save)]
@@ -289,8 +289,8 @@ def _carry_out(model: Any, request: Request) -> None:
             if gemms is not None:
                 handle.set(model, tuned_gemms.TUNED, tuned_gemms.Applied(gemms, str(planned.recipe.runtime.tunableop)))
             report.verification = whole_model(model, captured, report, request)
-            report.quality = quality.of_loaded(planned.recipe, planned.device.kind) if request.at_hand else None
-            apply.settle(handle, made, copies, request.watch, request.placement)
+            report.quality = quality.of_loaded(planned.recipe, planned.device.kind) if request.loaded else None
+            apply.release_originals(handle, made, copies, request.watch, request.placement)
         except BaseException:
             handle.revert()
             raise

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from accelpatch.checkpoints.saved import Saved
 from accelpatch.errors import KernelError, LibraryError, LoadError, PatchError
-from accelpatch.patching.apply import Built, built
+from accelpatch.patching.apply import Built, build
 from accelpatch.patching.entry import Entry
 from accelpatch.patching.plan import Plan
 from accelpatch.quant.weight import PARTS
@@ -115,8 +115,8 @@ def from_parts(
     try:
         if layout is None:
             assert entry.choice is not None
-            return built(entry, entry.replacer.weight(entry.choice, tensors))
-        return built(entry, layout[0].weight(tensors, layout[1], site.n, site.k))
+            return build(entry, entry.replacer.weight(entry.choice, tensors))
+        return build(entry, layout[0].weight(tensors, layout[1], site.n, site.k))
     except KernelError as error:
         raise LoadError(f"{_file_of(site.path, names, saved, error)}: {site.path}.{error}") from error
     except PatchError as error:
@@ -141,12 +141,12 @@ def _whole(entry: Entry, saved: Saved, take: Callable[[str], Tensor | None], lay
     tensors = {name.removeprefix(f"{path}."): take(name) for name in names}
     try:
         if layout is None:
-            return built(entry, tensors)
+            return build(entry, tensors)
         assert entry.choice is not None
         sizes = {**layout[1], **entry.choice.detail}
         if (experts := layout[0].experts) is not None:
-            return built(entry, experts(tensors, sizes))
-        return built(entry, layout[0].weight(tensors, sizes, entry.site.n, entry.site.k))
+            return build(entry, experts(tensors, sizes))
+        return build(entry, layout[0].weight(tensors, sizes, entry.site.n, entry.site.k))
     except (KernelError, PatchError) as error:
         why = error.__cause__ or error
         raise LoadError(f"{_file_of(path, list(tensors), saved, why)}: {path}.{why}") from error
@@ -159,7 +159,7 @@ def stand_in(model: nn.Module, entry: Entry) -> None:
         for member in (entry.site, *entry.site.tied):
             without_weight(member.original)
         return
-    for place in entry.site.places:
+    for place in entry.site.own_paths:
         parent, _, name = place.rpartition(".")
         model.get_submodule(parent)._modules[name] = nn.Module()
 
@@ -167,7 +167,7 @@ def stand_in(model: nn.Module, entry: Entry) -> None:
 def whole_names(plan: Plan) -> list[str]:
     """Patterns of the names of tensors in modules that are replaced with all that is in them."""
     whole = [entry.site for entry in quantised(plan) if entry.replacer is not None and entry.replacer.whole]
-    return [rf"^{re.escape(place)}\." for site in whole for place in site.places]
+    return [rf"^{re.escape(place)}\." for site in whole for place in site.own_paths]
 
 
 def without_weight(module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from accelpatch.checkpoints.saved import bytes_of, digest_of
 from accelpatch.checkpoints.target import FULL, check_folder
 from accelpatch.errors import SaveError
 from accelpatch.modules.quantized_module import QuantizedModule
-from accelpatch.patching.apply import Built, built
+from accelpatch.patching.apply import Built, build
 from accelpatch.patching.entry import Entry
 
 MADE_OF = "made_of"
@@ -42,13 +42,13 @@ class Store:
     def built(self, entry: Entry, weight: Tensor) -> Built:
         """The replacement of a site, from the store or made from the weight in its module and then stored."""
         if self._folder is None or not weight.is_cpu:
-            return _measured(built(entry), weight)
+            return _measured(build(entry), weight)
         file = self._folder / f"{entry.site.path}.safetensors"
         made_of = _digest(entry, weight)
         saved = _read(file, made_of)
         assert entry.replacer is not None
         assert entry.choice is not None
-        made = _measured(built(entry, saved and entry.replacer.weight(entry.choice, saved)), weight)
+        made = _measured(build(entry, saved and entry.replacer.weight(entry.choice, saved)), weight)
         if saved is None and isinstance(made.new, QuantizedModule):
             self._keep(file, made.new.canonical(), made_of)
         return made

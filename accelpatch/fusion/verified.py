@@ -235,7 +235,7 @@ def check_layers(
     places, found, failed = sorted(fused.places & calls.keys()), dict[int, SiteErrors](), dict[int, str]()
     for done, place in enumerate(places):
         first = kinds[place] == place or kinds[place] not in found or kinds[place] in failed
-        if not (first or extent.layers):
+        if not (first or extent.every_layer):
             continue
         given, errors = calls[place], None
         if len(given) == len(samples):

@@ -66,7 +66,7 @@ def check_laid_out(
     found, failed = dict[str, SiteErrors](), dict[str, str]()
     for place, (path, layer) in enumerate(fused.items()):
         first = paths[kinds[place]]
-        if (first == path or first in failed or extent.layers) and calls.get(path):
+        if (first == path or first in failed or extent.every_layer) and calls.get(path):
             try:
                 errors = found[path] = errors_of(layer, runs_of(layer, calls[path]), metric)
             except CannotFuse as error:

@@ -58,7 +58,7 @@ class Shards(Placement):
             f"its part of each layer: {', '.join(parts)}; all-reduce after attention and after the MLP",
         ]
 
-    def begin(self, ids: Tensor, config: Any) -> None:
+    def before_generate(self, ids: Tensor, config: Any) -> None:
         """Before generate() decodes: all ranks must have the same prompt, and get rank 0's random state.
 
         Raises PatchError where prompts or lengths differ.

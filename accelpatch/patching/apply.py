@@ -1,4 +1,4 @@
-"""Applies and reverts a plan, all or nothing: replacements are built while the originals stay, then swapped in."""
+"""Applies and reverts a plan, all or nothing: first all replacements are built, then all are swapped in."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from accelpatch.patching.host_copies import HostCopies
 from accelpatch.patching.match import inner_name
 from accelpatch.patching.placement import Placement
 from accelpatch.patching.plan import Plan
-from accelpatch.patching.stored import WithheldHook, set_aside, taken_over, unpacking_hooks
+from accelpatch.patching.stored import WithheldHook, build_from_stored, moved_to_host, unpacking_hooks
 from accelpatch.report import Report
 
 HANDLE = "accelpatch"  # the attribute of a patched model that holds its Handle
 PATH = "_accelpatch_path"  # the attribute of a replacement that holds its dotted name, for messages
-LOADED = "loaded"  # in place of `keep_original`: the model came patched from loading, and never had originals
+LOADED = "loaded"  # a value of Handle.keep_original: the model was loaded patched, and never had originals
 CODE = "_accelpatch_code"  # the same attribute as in runtime/code_watch.py
 ROLE = "_accelpatch_role"  # the attribute of a replacement that holds its site's role
 
@@ -34,7 +34,8 @@ class Built:
     """A finished replacement before the swap.
 
     modules: (original, replacement, dotted names of the original); first the site's own module, then those tied to it.
-    weight_error: relative RMSE of its weight, where the original's is gone by the time that it is verified.
+    weight_error: relative RMSE of the quantised weight, measured while loading, since the original weight is gone when
+    the replacement is verified.
     """
 
     entry: Entry
@@ -71,11 +72,11 @@ class Handle:
     def unpatch(self, *, forced: bool = False) -> None:
         """Put the original modules back: the same objects, bit for bit.
 
-        What happened to the model since the patch is kept: moves, casts, adapters, wrappers, modules that the user put
-        in. Packed weights that were written since come back with the new values as the format rounded them, with a
+        What happened to the model since the patch is kept: moves, casts, adapters, wrappers, modules that the user
+        added. Packed weights that were written since come back with the new values as the format rounded them, with a
         warning. forced: a `forward` that the user set on a replacement moves to its original instead of being an error.
-        Raises PatchError where the originals were freed, while continuous batching runs, or for accelerate hooks,
-        classes or forwards that were put on the replacements.
+        Raises PatchError if the originals were freed, while continuous batching runs, or for accelerate hooks, classes
+        or forwards that were set on the replacements.
         """
         rounded = any(entry.replacer and entry.replacer.rounds for entry in self.plan.replaced)
         if self.keep_original == LOADED and rounded:
@@ -90,8 +91,8 @@ class Handle:
             )
         model = self.changes[-1].owner
         _refuse_while_batching(model)
-        carried = refuse_or_carry(model, self.swaps, self.hooks, forced)
-        written = [str(vars(module)[PATH]) for module in carried]
+        rewritten = refuse_or_carry(model, self.swaps, self.hooks, forced)
+        written = [str(vars(module)[PATH]) for module in rewritten]
         frozen = bool(self.trainable) and not any(parameter.requires_grad for parameter in self.trainable)
         if frozen or any(inner_name(module) for module in model.modules()):  # PEFT freezes every parameter it finds
             freeze(self.swaps)
@@ -105,33 +106,31 @@ class Handle:
             )
 
     def attach(self, owner: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute (or `__class__`) of a module until the model is unpatched; set those of the model last."""
+        """Append a change that sets a new attribute (or `__class__`). The last call must be one on the model itself."""
         change = Change(owner, name, type(owner) if name == "__class__" else Absent, value)
         self.changes.append(change)
         change.apply()
 
     def set(self, owner: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute (or `__class__`) of a module's instance until the model is unpatched; what was set first is
-        undone first."""
+        """Set an attribute (or `__class__`) of a module's instance until the model is unpatched. Of several such
+        changes the first is undone first."""
         before = type(owner) if name == "__class__" else vars(owner).get(name, Absent)
-        self._begin(Change(owner, name, before, value))
+        self._prepend(Change(owner, name, before, value))
 
     def configure(self, owner: nn.Module, settings: Any) -> None:
         """Give a module another configuration until the model is unpatched."""
-        self._begin(SettingsChange(owner, "config", vars(owner)["config"], settings))
+        self._prepend(SettingsChange(owner, "config", vars(owner)["config"], settings))
         for swap in self.swaps:
             if swap.new is owner:
                 swap.leave_out("config")
 
-    def _begin(self, change: Change) -> None:
-        self.changes.insert(0, change)  # the last one's owner is the model
+    def _prepend(self, change: Change) -> None:
+        self.changes.insert(0, change)  # not appended: `unpatch` finds the model as the owner of the last change
         change.apply()
 
     def show_on(self, wrapper: nn.Module) -> None:
         """Set the handle on a module that wraps the model too, until the model is unpatched."""
-        change = Change(wrapper, HANDLE, Absent, self)
-        self.changes.insert(0, change)  # the last one's owner is the model
-        change.apply()
+        self._prepend(Change(wrapper, HANDLE, Absent, self))
 
     def revert(self) -> None:
         """Undo every change, in reverse order."""
@@ -139,19 +138,19 @@ class Handle:
             change.revert()
 
 
-def placed(entry: Entry, placement: Placement, stats: Any) -> Built:
-    """Build a site's replacement. What is offloaded is read for this site alone, and its replacement offloaded in its
-    place. Raises PatchError with the site's name."""
+def build_placed(entry: Entry, placement: Placement, stats: Any) -> Built:
+    """`build` for a site whose weights may be offloaded: they are in memory only during this call, and the replacement
+    is offloaded too. Raises PatchError with the site's name."""
     originals = [member.original for member in (entry.site, *entry.site.tied)]
     with naming(entry.site.path, "its offloaded weights were read"), placement.readable(originals):
-        made = built(entry, stats=stats)
+        made = build(entry, stats=stats)
         placement.offload([(old, new) for old, new, _ in made.modules])
     return made
 
 
-def built(entry: Entry, saved: Any = None, stats: Any = None) -> Built:
-    """Build a site's replacement. saved: its quantised weight, of a checkpoint; None: it is made from the original's.
-    stats: see Replacer.build."""
+def build(entry: Entry, saved: Any = None, stats: Any = None) -> Built:
+    """Build a site's replacement. saved: its quantised weight from a checkpoint; None: quantise the original's weight.
+    stats: see Replacer.build. Raises PatchError with the site's name."""
     with naming(entry.site.path, "its replacement was built"):
         return _build(entry, saved, stats)
 
@@ -161,7 +160,7 @@ def _build(entry: Entry, saved: Any, stats: Any) -> Built:
     assert replacer is not None
     assert choice is not None
     if entry.as_stored:
-        new = taken_over(site, replacer, choice)
+        new = build_from_stored(site, replacer, choice)
     else:
         new = replacer.build(site, choice, stats) if saved is None else replacer.restore(site, choice, saved)
     old_class = nn.Linear if entry.as_stored else type(site.original)
@@ -170,13 +169,13 @@ def _build(entry: Entry, saved: Any, stats: Any) -> Built:
             f"the replacement {type(new).__name__} is no subclass of {old_class.__name__}, so hidden states and "
             "adapters would not find it; derive it from the class that it replaces"
         )
-    modules = [(site.original, new, site.places)]
+    modules = [(site.original, new, site.own_paths)]
     for tied in site.tied:
-        modules.append((tied.original, replacer.build_tied(site, tied, new), tied.places))
-    for old, made, places in modules:
+        modules.append((tied.original, replacer.build_tied(site, tied, new), tied.own_paths))
+    for old, made, paths in modules:
         made.training = old.training
-        made.__dict__.update({PATH: places[0], ROLE: site.role})
-    return Built(replace(entry, choice=replacer.prefetchable(site, choice, new)), modules)
+        made.__dict__.update({PATH: paths[0], ROLE: site.role})
+    return Built(replace(entry, choice=replacer.finalize(site, choice, new)), modules)
 
 
 @contextmanager
@@ -229,13 +228,13 @@ def commit(
     return handle
 
 
-def settle(
+def release_originals(
     handle: Handle, built: list[Built], copies: HostCopies, progress: Callable[[str, int, int], None],
     placement: Placement,
 ) -> None:  # fmt: skip
     """The last step of a patch: free the original weights, or keep them in host memory (`keep_original="cpu"`).
 
-    Weights that a replacement can give back bit for bit (`gives_back`) are freed without a copy. copies: host copies of
+    Weights that a replacement can restore bit for bit (`gives_back`) are freed without a copy. copies: host copies of
     the plan's `rounded_weights`; this waits for them and reports progress. An interrupt undoes this step, so that the
     swaps can still be reverted.
     """
@@ -247,7 +246,7 @@ def settle(
         for old, new, _ in item.modules
     ]
     if handle.keep_original == "none" and rounded:
-        # all originals: parents that are not rounded still hold the others as children
+        # Drop all originals: those whose replacements round nothing still have the rounded ones as children.
         changes: list[tuple[Any, str, Any, Any]] = [
             (change, "old", change.old, None) for change in handle.changes if isinstance(change.old, nn.Module)
         ]
@@ -255,10 +254,10 @@ def settle(
         _set_all(changes + [(item, "modules", item.modules, []) for item in built])
         placement.free(rounded)
         return
-    given = [(old, new) for item in built for old, new, _ in item.modules if getattr(new, "gives_back", False)]
+    lossless = [(old, new) for item in built for old, new, _ in item.modules if getattr(new, "gives_back", False)]
     after = {p: copies.of(p) for old, new in rounded for p in _own_parameters(old, new, recurse=True) if p in copies}
-    after |= {p: p.data.new_empty(0) for old, new in given for p in _own_parameters(old, new) if not p.is_meta}
-    with set_aside((old, new) for item in built if item.entry.as_stored for old, new, _ in item.modules):
+    after |= {p: p.data.new_empty(0) for old, new in lossless for p in _own_parameters(old, new) if not p.is_meta}
+    with moved_to_host((old, new) for item in built if item.entry.as_stored for old, new, _ in item.modules):
         _set_all([(parameter, "data", parameter.data, data) for parameter, data in after.items()])
 
 
@@ -281,16 +280,16 @@ def _own_parameters(old: nn.Module, new: nn.Module, *, recurse: bool = False) ->
 
 def _changes(model: nn.Module, item: Built, replaced: dict[int, nn.Module]) -> Iterator[Change]:
     """One Change for each name of the module in the tree; a child of a replaced parent is set on the replacement."""
-    for old, new, places in item.modules:
-        for place in places:
-            parent, _, name = place.rpartition(".")
+    for old, new, paths in item.modules:
+        for path in paths:
+            parent, _, name = path.rpartition(".")
             owner = model.get_submodule(parent)
             yield Change(replaced.get(id(owner), owner), name, old, new)
 
 
 def _refuse_while_batching(model: nn.Module) -> None:
-    """Raise PatchError while a manager of continuous batching runs the model: its calls come without masks, and the
-    originals' attention would mix its requests."""
+    """Raise PatchError while continuous batching runs the model: its calls have no masks, so that the originals'
+    attention would mix requests. Sessions that are idle are ended."""
     sessions = getattr(vars(model).get(CODE), "sessions", {})
     for session in list(sessions):
         session.end_if_idle()

@@ -1,7 +1,8 @@
-"""Runs a model's blocks one after the other: each on what the blocks before it give by now, and nothing twice.
+"""Runs a model's blocks one after the other, each on the current outputs of those before it, without rerunning them.
 
-A block is a member of a list of modules, such as a decoder layer. While one runs, those before it only give back what
-the last of them gave: the model's own code makes everything else that a block gets (masks, rotary angles, ...).
+A block is a member of a list of modules, such as a decoder layer. To run one, the model is called, and every finished
+block only returns the recorded output of the last finished one. So the model's own code makes the other arguments of a
+block (masks, rotary angles, ...).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def block_of(path: str) -> str | None:
 
 
 def blocks_of(paths: Iterable[str]) -> dict[str, list[str]]:
-    """block -> the paths in it, in their order; those outside of all blocks are left out."""
+    """Path of a block -> the paths in it, in their order; paths outside all blocks are left out."""
     found: dict[str, list[str]] = {}
     for path in paths:
         if (block := block_of(path)) is not None:
@@ -35,7 +36,7 @@ def blocks_of(paths: Iterable[str]) -> dict[str, list[str]]:
 
 
 class _Done(Exception):
-    """The block has run; what comes after it is not needed."""
+    """Raised once the block has run, to end the model's forward."""
 
 
 class Blocks:
@@ -43,47 +44,50 @@ class Blocks:
 
     def __init__(self, model: nn.Module, batches: Sequence[Mapping[str, Any]]):
         self._model, self._batches = model, batches
-        self._outputs: dict[str, list[Any]] = {}  # list of blocks -> what the last finished one gave, of each batch
+        self._outputs: dict[
+            str, list[Any]
+        ] = {}  # path of a list of blocks -> outputs of its last finished block, one a batch
         self._finished: dict[str, list[nn.Module]] = {}
 
     def run(self, block: str, finish: bool, step: Callable[[], None]) -> None:
-        """Run a block on all batches. finish: its outputs are what those after it get; step: called after each batch.
+        """Run a block on all batches. finish: keep its outputs as the input of the next block. step: called after each
+        batch.
 
         Raises what the model raises.
         """
-        module, given = self._model.get_submodule(block), list[Any]()
+        module, outputs = self._model.get_submodule(block), list[Any]()
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
-            given.append(output)
+            outputs.append(output)
             raise _Done
 
         hook = module.register_forward_hook(after)
         try:
-            for place, batch in enumerate(self._batches):
-                with torch.no_grad(), self._replaying(place), suppress(_Done):
+            for index, batch in enumerate(self._batches):
+                with torch.no_grad(), self._replaying(index), suppress(_Done):
                     self._model(**copied(Call((), dict(batch))).kwargs)
                 step()
         finally:
             hook.remove()
         if finish:
             name = block.rpartition(".")[0]
-            self._outputs[name] = given
+            self._outputs[name] = outputs
             self._finished.setdefault(name, []).append(module)
 
     def outputs(self) -> Iterator[Any]:
-        """What the model gives for each batch, with the blocks that are finished not run again."""
-        for place, batch in enumerate(self._batches):
-            with torch.no_grad(), self._replaying(place):
+        """The model's output for each batch; finished blocks are not run again."""
+        for index, batch in enumerate(self._batches):
+            with torch.no_grad(), self._replaying(index):
                 output = self._model(**copied(Call((), dict(batch))).kwargs)
             yield output
 
     @contextmanager
-    def _replaying(self, place: int) -> Iterator[None]:
-        """Context manager: finished blocks give what the last one in their list gave for the batch at `place`."""
+    def _replaying(self, index: int) -> Iterator[None]:
+        """Context manager: finished blocks return the output of the last one in their list for batch number `index`."""
         kept: list[tuple[nn.Module, Any]] = []
         try:
             for name, modules in self._finished.items():
-                output = self._outputs[name][place]
+                output = self._outputs[name][index]
                 for module in modules:
                     kept.append((module, vars(module).get("forward")))
                     module.__dict__["forward"] = lambda *args, output=output, **kwargs: output

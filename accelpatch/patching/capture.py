@@ -1,4 +1,4 @@
-"""Runs the whole model and records the calls of its sites by hooks, which are removed at the end."""
+"""Runs the whole model and records the calls of its sites by forward hooks, which are removed at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Call(NamedTuple):
 
 
 def first_of(call: Call) -> Any:
-    """The first argument of a call, by place or by name."""
+    """The first argument of a call, positional or by keyword."""
     return call.args[0] if call.args else next(iter(call.kwargs.values()))
 
 
@@ -50,24 +50,24 @@ def floats(value: Any) -> Iterator[Tensor]:
 @contextmanager
 def _hooked(
     modules: Mapping[str, nn.Module], before: Callable[[str, Call], None], after: Callable[[str, Any], None],
-    own: bool,
+    unhooked: bool,
 ) -> Iterator[None]:  # fmt: skip
     """Context manager: calls `before(path, call)` and `after(path, output)` at each call of these modules.
 
-    own: with the output of the module's own forward, before the user's hooks change it.
+    unhooked: `after` gets the output of the module's forward, before the user's hooks change it; else after them.
     """
     handles: list[RemovableHandle] = []
     try:
         for path, module in modules.items():
 
-            def first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = path) -> None:
+            def on_call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = path) -> None:
                 before(path, Call(args, kwargs))
 
-            def last(_: nn.Module, args: tuple[Any, ...], output: Any, path: str = path) -> None:
+            def on_output(_: nn.Module, args: tuple[Any, ...], output: Any, path: str = path) -> None:
                 after(path, output)
 
-            handles.append(module.register_forward_pre_hook(first, with_kwargs=True))
-            handles.append(module.register_forward_hook(last, prepend=own))
+            handles.append(module.register_forward_pre_hook(on_call, with_kwargs=True))
+            handles.append(module.register_forward_hook(on_output, prepend=unhooked))
         yield
     finally:
         for handle in handles:
@@ -87,18 +87,18 @@ def recording(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Call]
         given = tuple(tensor.detach().clone() for tensor in floats(output))
         calls[path][-1] = calls[path][-1]._replace(outputs=given)
 
-    with _hooked(modules, lambda path, call: calls[path].append(copied(call)), after, own=True):
+    with _hooked(modules, lambda path, call: calls[path].append(copied(call)), after, unhooked=True):
         yield calls
 
 
 @contextmanager
 def watching(model: nn.Module, see: Mapping[str, Callable[[Call], None]]) -> Iterator[None]:
-    """Context manager: `see[path]` gets every call of the module there before it runs; nothing is kept."""
+    """Context manager: `see[path]` gets every call of the module at `path` before it runs; nothing is kept."""
 
     def before(path: str, call: Call) -> None:
         see[path](call)
 
-    with _hooked({path: model.get_submodule(path) for path in see}, before, lambda path, output: None, own=False):
+    with _hooked({path: model.get_submodule(path) for path in see}, before, lambda path, output: None, unhooked=False):
         yield
 
 
@@ -117,7 +117,7 @@ def observing(
         if path in outputs:
             see_output(path, next(floats(output)))
 
-    with _hooked({path: model.get_submodule(path) for path in paths}, before, after, own=False):
+    with _hooked({path: model.get_submodule(path) for path in paths}, before, after, unhooked=False):
         yield
 
 
@@ -128,7 +128,7 @@ def run(
     outputs = []
     device = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
     for done, batch in enumerate(inputs):
-        with torch.no_grad(), torch.random.fork_rng([] if device is None else [device]):  # some models are random
+        with torch.no_grad(), torch.random.fork_rng([] if device is None else [device]):  # models may draw numbers
             output = model(**copied(Call((), dict(batch))).kwargs)
         if keep:
             outputs.append(output)

@@ -23,16 +23,16 @@ TABLES = ("_parameters", "_buffers", "_modules")
 HOOKED = ("forward", "_old_forward", "_hf_hook")  # attributes that accelerate's hooks set on an instance
 UNSAVED = "_non_persistent_buffers_set"
 # Attributes bound to the replacement instance, which the original must not get.
-BOUND = (*HOOKED, "_compiled_call_impl")
-LISTED = 3  # most names in a message
+INSTANCE_BOUND = (*HOOKED, "_compiled_call_impl")
+LISTED = 3  # the most names in a message
 
 
 @dataclass(frozen=True, eq=False)
 class Swap:
     """An original, its replacement, and the state that both shared right after the swap.
 
-    common: the shared entries, as table name ("" for plain attributes) -> name -> value. own: names that only the
-    replacement had, or that mean something else there. kind: the replacement's class.
+    common: entries with the same value in both, as table name ("" for plain attributes) -> name -> value; all of the
+    replacement's children count as such. own: all other names of the replacement. kind: the replacement's class.
     """
 
     old: nn.Module
@@ -53,7 +53,7 @@ class Swap:
         return cls(old, new, common, own, type(new))
 
     def leave_out(self, name: str) -> None:
-        """An attribute that the patch itself has set on the replacement since is no change to carry over."""
+        """Do not carry over the attribute `name`, which the patch itself has set on the replacement after the swap."""
         if name in self.common[""]:
             self.common[""][name] = vars(self.new)[name]
 
@@ -64,14 +64,14 @@ def why_not(model: nn.Module, swaps: Sequence[Swap], hooks: Sequence[Any], force
     hooks: accelerate's hooks from before the patch; newer ones are a reason. forced: ignore a `forward` that the user
     set on a replacement.
     """
-    came = [
+    newer = [
         path for path, module in model.named_modules()
         if any(not hasattr(hook, "of_accelpatch") for hook in hooks_of(module))
         and not any(vars(module)["_hf_hook"] is hook for hook in hooks)
     ]  # fmt: skip
-    if came:
+    if newer:
         return (
-            f"hooks of accelerate came after the patch ({listed(came)}) and hold weights of the replacements: call "
+            f"hooks of accelerate came after the patch ({listed(newer)}) and hold weights of the replacements: call "
             "accelerate.hooks.remove_hook_from_module(model, recurse=True) first"
         )
     paths = {id(module): path for path, module in model.named_modules()}
@@ -94,7 +94,7 @@ def why_not(model: nn.Module, swaps: Sequence[Swap], hooks: Sequence[Any], force
 
 def _has_own_forward(swap: Swap) -> bool:
     forward = vars(swap.new).get("forward")
-    left_behind = getattr(forward, "__func__", None) is type(swap.new).forward  # by accelerate, when its hook goes
+    left_behind = getattr(forward, "__func__", None) is type(swap.new).forward  # by accelerate's remove_hook
     return forward is not None and not left_behind and "_hf_hook" not in vars(swap.new)
 
 
@@ -104,7 +104,8 @@ def listed(paths: Sequence[str]) -> str:
     return ", ".join(path or "the model itself" for path in paths[:LISTED]) + more
 
 
-def _carried(swap: Swap, forced: bool) -> bool:
+def _carry(swap: Swap, forced: bool) -> bool:
+    """Write one replacement's changes into its original; returns whether its packed weight was written."""
     old, new = swap.old, swap.new
     if forced and _has_own_forward(swap):
         old.__dict__["forward"] = vars(new)["forward"]
@@ -113,36 +114,36 @@ def _carried(swap: Swap, forced: bool) -> bool:
         if getattr(bound, "with_module", False) and bound.module() is new:
             bound.module = weakref.ref(old)
     give_back(old, new)
-    restored = getattr(new, "holds", ())  # by the replacement's own give_back
+    restored = getattr(new, "holds", ())  # the parameters that give_back has just restored
     for table in TABLES:
-        _bring(vars(old)[table], vars(new)[table], swap.common[table], {*swap.own[table], *restored})
+        _copy_changes(vars(old)[table], vars(new)[table], swap.common[table], {*swap.own[table], *restored})
     vars(old)[UNSAVED].update(name for name in vars(new)[UNSAVED] if name in old._buffers)
     ours = {name for name in vars(new) if name.startswith("_accelpatch_")}
-    fixed = {*swap.own[""], *ours, *TABLES, UNSAVED, *BOUND, *getattr(new, "transient", ())}
+    fixed = {*swap.own[""], *ours, *TABLES, UNSAVED, *INSTANCE_BOUND, *getattr(new, "transient", ())}
     offloaded = is_offloaded(old)
     if "_hf_hook" in vars(old) and "_hf_hook" not in vars(new):
         if offloaded:
             vars(old)["_hf_hook"].detach_hook(old)
         for name in HOOKED:
             old.__dict__.pop(name, None)
-    _bring(vars(old), vars(new), swap.common[""], fixed)
-    if offloaded:  # its weights never left the map
+    _copy_changes(vars(old), vars(new), swap.common[""], fixed)
+    if offloaded:  # its weights stay where accelerate keeps them
         return False
     if STORED in vars(new):
         move_(old, next(new.buffers()).device)
         return False
     if hasattr(new, "hand_back"):
         return bool(cast(Any, new).hand_back(old))
-    held_there = itertools.chain(new._parameters.values(), new._buffers.values())
-    first = next((tensor for tensor in held_there if tensor is not None), None)
+    tensors = itertools.chain(new._parameters.values(), new._buffers.values())
+    first = next((tensor for tensor in tensors if tensor is not None), None)
     if first is not None:
         device = first.device
         old._apply(lambda tensor: tensor.to(device), recurse=False)
     return False
 
 
-def _bring(old: dict[str, Any], new: Mapping[str, Any], common: Mapping[str, Any], fixed: set[str]) -> None:
-    """Write into `old` the entries of `new` that differ from `common`, and remove missing ones; skips `fixed` names."""
+def _copy_changes(old: dict[str, Any], new: Mapping[str, Any], common: Mapping[str, Any], fixed: set[str]) -> None:
+    """Write the entries of `new` that differ from `common` into `old`, and remove missing ones; not `fixed` names."""
     for name, value in new.items():
         if name not in fixed and (name not in common or common[name] is not value):
             old[name] = value
@@ -151,7 +152,7 @@ def _bring(old: dict[str, Any], new: Mapping[str, Any], common: Mapping[str, Any
 
 
 def freeze(swaps: Iterable[Swap]) -> None:
-    """Set requires_grad to False on originals of packed weights, which PEFT, say, could not see when it froze them."""
+    """Set requires_grad to False on originals of packed weights: whoever froze the model (PEFT) could not see them."""
     for swap in swaps:
         for name, parameter in swap.old._parameters.items():
             if parameter is not None and name not in swap.new._parameters:
@@ -182,4 +183,4 @@ def refuse_or_carry(model: nn.Module, swaps: Sequence[Swap], hooks: Sequence[Any
     """
     if reason := why_not(model, swaps, hooks, forced):
         raise PatchError(f"the model stays patched: {reason}")
-    return [swap.new for swap in swaps if _carried(swap, forced)]
+    return [swap.new for swap in swaps if _carry(swap, forced)]

@@ -28,12 +28,12 @@ class Change:
         _assign(self.owner, self.name, self.new)
 
     def revert(self) -> None:
-        """Set the old value back and close an attribute that was added, if it has `close()`.
+        """Restore the old value, and close an attribute that was added, if it has `close()`.
 
-        A child that the user put in place of the replacement stays, and a class that the user gave the owner.
+        If the user has since replaced the child or the class by something else, theirs stays.
         """
-        present = type(self.owner) if self.name == "__class__" else self.owner._modules.get(self.name, self.new)
-        if present is self.new:
+        current = type(self.owner) if self.name == "__class__" else self.owner._modules.get(self.name, self.new)
+        if current is self.new:
             _assign(self.owner, self.name, self.old)
         if isinstance(self.old, nn.Module):
             give_back(self.old, self.new)
@@ -43,26 +43,26 @@ class Change:
 
 @dataclass(eq=False)
 class SettingsChange(Change):
-    """Sets a configuration to a copy of it. What was set in the copy since stays when the old one is back.
+    """Replaces a configuration by a modified copy. `revert` carries what the user set in the copy over to the original.
 
-    owner: a module whose instance attribute `name` it is.
+    owner: the module that has the configuration as its instance attribute `name`.
     """
 
     def __post_init__(self) -> None:
-        self._before = dict(vars(self.new))
+        self._at_patch = dict(vars(self.new))
 
     def revert(self) -> None:
-        """Set the old configuration back, with what was set since."""
-        if vars(self.owner).get(self.name) is not self.new:  # the user gave it another
+        """Restore the old configuration, with what was set since."""
+        if vars(self.owner).get(self.name) is not self.new:  # the user has set another one
             return
         for name, value in vars(self.new).items():
-            if name not in self._before or value is not self._before[name]:
+            if name not in self._at_patch or value is not self._at_patch[name]:
                 vars(self.old)[name] = value
         super().revert()
 
 
 def give_back(original: nn.Module, replacement: nn.Module) -> None:
-    """Move a weight that only the replacement holds back into the original, unless accelerate offloads that one."""
+    """Move a weight that only the replacement has back into the original, unless accelerate offloads the original."""
     if is_offloaded(original):
         return
     if hasattr(replacement, "give_back"):

@@ -1,4 +1,4 @@
-"""What a plan says of generate() where no replacement stands for it: of encoder-decoders."""
+"""The plan's note about how generate() of an encoder-decoder runs, which no entry of the plan says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BY_MODULES = "generate(): an encoder-decoder, which runs these modules one by on
 
 
 def decoding_note(model: nn.Module, recipe: Recipe, device: Device) -> list[str]:
-    """The line of a model that generates from what an encoder gave; none of another."""
+    """The note for an encoder-decoder that can generate; empty for any other model."""
     encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if not encodes or not getattr(model, "can_generate", bool)():
         return []

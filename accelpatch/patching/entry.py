@@ -1,5 +1,4 @@
-"""The decision about one site of a plan; and that each parameter has one owner: a replaced module that takes all that
-is in it leaves nothing to other rules."""
+"""The decision about one site of a plan, and the check that no parameter has two owners."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from accelpatch.report import SiteRecord
 class Entry:
     """The decision about one site: the rule's replacer and its choice, or the reason why the site stays.
 
-    inside: the sites in a module that is replaced with all that is in it; they have no entries of their own.
+    inside: the sites inside a module whose replacer is `whole`; they have no entries themselves.
     """
 
     site: Site
@@ -28,7 +27,7 @@ class Entry:
     inside: tuple[Site, ...] = ()
 
     def kept(self, reason: str, *, failed: bool = False) -> Entry:
-        """A copy of this entry in which the site stays. failed: its replacement was built and was over its bound."""
+        """A copy of this entry in which the site stays. failed: whether a replacement was built and over its bound."""
         return replace(self, replacer=None, choice=None, reason=reason, failed=failed)
 
     @property
@@ -38,12 +37,12 @@ class Entry:
 
     @property
     def as_stored(self) -> bool:
-        """Whether a weight that another library quantised is taken over as it is."""
+        """Whether a weight that another library quantised is used in that format, and not quantised again."""
         return self.replacer is not None and self.site.stored is not None and not self.replacer.takes_stored
 
     @property
     def observer(self) -> str | None:
-        """What calibration has to know of the site's input; see Replacer.observer."""
+        """Which statistics of the site's input calibration collects; see Replacer.observer."""
         if self.replacer is None or self.choice is None or self.as_stored:
             return None
         return self.replacer.observer(self.choice)
@@ -59,18 +58,19 @@ class Entry:
             choice.kernel if choice else None, self.reason, (site.token_bytes, after[0]), (site.bytes, after[1]),
             failed=self.failed, fused=choice.fused if choice else None,
             by_modules=choice.note if choice and choice.fused is False else None,
-            stored=None if site.stored is None else site.stored.words,
+            stored=None if site.stored is None else site.stored.format_name,
         )  # fmt: skip
 
 
 def check_owners(entries: list[Entry]) -> None:
-    """Raise PlanError where a replaced parent and a child's replacement would own the same weight."""
+    """Raise PlanError where a replaced parent and a child's replacement would own the same weight: the parent takes all
+    that is inside it, except children of the roles that it `consumes`."""
     replaced = [(entry, entry.replacer) for entry in entries if entry.replacer is not None]
-    owners = {place: (other.site.path, by) for other, by in replaced for place in other.site.places}
+    owners = {path: (other.site.path, by) for other, by in replaced for path in other.site.own_paths}
     for entry, replacer in replaced:
         parts = [path.split(".") for path in entry.site.paths]
-        for place in (".".join(path[:end]) for path in parts for end in range(len(path) - 1, 0, -1)):
-            path, owner = owners.get(place, ("", None))
+        for parent in (".".join(path[:end]) for path in parts for end in range(len(path) - 1, 0, -1)):
+            path, owner = owners.get(parent, ("", None))
             if owner is not None and not owner.consumes & (entry.site.roles | {"*"}):
                 raise PlanError(
                     f"two owners of one parameter: {owner.name} takes {path} with all that is in it, and "

@@ -47,9 +47,10 @@ def compare(
 ) -> Evaluation:
     """Evaluate `model` on input_ids [1, L], first as it is, then within the context `patched`.
 
-    window: tokens that the model sees at once, at most its context. stride: tokens from one window to the next, whose
-    last ones alone are then predicted, with what stands before them as context; default: windows do not overlap. Keeps
-    the original's logits on the CPU, L x vocabulary x 4 bytes. Raises PatchError for fewer than two tokens.
+    window: tokens of one forward, at most the model's context. stride: tokens from the start of one window to the next;
+    where windows overlap, only tokens that no window before has predicted are counted. Default: no overlap. Keeps the
+    original's logits on the CPU, L x vocabulary x 4 bytes. Raises PatchError for fewer than two tokens, or a stride
+    larger than the window.
     """
     if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 2:
         raise PatchError(f"an evaluation needs token ids of shape [1, L], L at least 2, not {list(input_ids.shape)}")
@@ -73,9 +74,9 @@ def compare(
 
 
 def _windows(input_ids: Tensor, size: int, step: int) -> list[tuple[Tensor, int]]:
-    """Windows [1, at most size] with the place of their first predicted token: each token but the first is predicted
-    once."""
-    found, stop = [], 1  # of the tokens that are predicted already
+    """(ids [1, at most size], index in them of the first token that is predicted): each token of the text but the first
+    is predicted once."""
+    found, stop = [], 1  # stop: index of the first token of the text that is not predicted yet
     for start in range(0, input_ids.shape[1], step):
         ids = input_ids[:, start : start + size]
         first = max(stop - start, 1)

@@ -1,15 +1,18 @@
 """How much of a patch is verified: `verify=` of patch and load, and --verify.
 
-full   each replacement and each fused layer, on every sample, all rows of all outputs.
-auto   the same; but of our own samples the first of a kind alone (same replacer, kernel, shape and classes) runs all.
-       The others run one row of tokens. Of a linear layer's calls a part is compared with the float64 reference: 8
-       rows, and after the first of a kind every fourth block of its outputs, the next block from layer to layer. Of a
-       checkpoint, whose weights are compared with their digests, kernels are checked on the first of each kind; as
-       `quick` where the digest of what computes is the one under which it was verified before it was saved.
-quick  the first of each kind, of replacements and of fused layers.
-off    nothing.
+Sites are of one kind if they have the same replacer, kernel, shape, role, rule and classes.
 
-Where the first of a kind is over its bound, each other one of the kind is checked as the first was.
+full   Every replacement and every fused layer, on every sample, all rows of all outputs.
+auto   Every replacement and every fused layer, with two reductions. If the samples are our own, only the first site of
+       a kind runs all of them; the others run one sample, a row of tokens. The float64 reference of a linear layer
+       covers 8 rows, and after the first of a kind only every fourth block of output features, starting one block
+       further at each layer. Of a checkpoint, whose weights are protected by digests, only the first replacement of
+       each kind is checked; and it is `quick` if the code that computes has the digest under which the checkpoint was
+       verified before it was saved.
+quick  The first of each kind, both of replacements and of fused layers.
+off    Nothing.
+
+If the first of a kind is over its bound, every other one of that kind is checked as fully as the first.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from accelpatch.patching.entry import Entry
 from accelpatch.patching.plan import Plan
 
 AUTO, FULL, QUICK, OFF = "auto", "full", "quick", "off"
-ROWS, EVERY = 8, 4
+ROWS, EVERY = 8, 4  # rows, and one block of output features of so many, that a linear layer's reference covers
 LEVELS = (AUTO, FULL, QUICK, OFF)
 
 
@@ -38,42 +41,46 @@ def level_of(verify: bool | str) -> str:
 
 @dataclass(frozen=True)
 class Extent:
-    """A level for a model that was patched in memory, or loaded from a checkpoint of replaced modules."""
+    """What a level means for one patch. loaded: whether the model comes from a checkpoint of replaced modules."""
 
     level: str = AUTO
     loaded: bool = False
 
     @property
-    def any(self) -> bool:
+    def verifies(self) -> bool:
         """Whether anything is verified."""
         return self.level != OFF
 
     @property
-    def sites(self) -> bool:
-        """Whether each replacement is checked, and not the first of each kind alone."""
+    def every_site(self) -> bool:
+        """Whether every replacement is checked, not only the first of each kind."""
         return self.level in (FULL, OFF) or (self.level == AUTO and not self.loaded)
 
     @property
-    def whole(self) -> bool:
-        """Whether the whole model is compared with what it was, of which one that was loaded has only the modules."""
+    def whole_model(self) -> bool:
+        """Whether the whole patched model is run and compared with what it gave before the swap. For a loaded model those
+        are the outputs of its replaced modules, before layers are fused."""
         return not (self.level == QUICK and self.loaded)
 
-    def part(self, first: bool, place: int) -> dict[str, int]:
-        """What of a linear layer's calls is compared with the float64 reference: the keywords of the context that
-        checks.
+    def checked_part(self, first: bool, number: int) -> dict[str, int]:
+        """Which part of a linear layer's calls is compared with the float64 reference: keywords of
+        kernels.check.while_running.checked.
 
-        first: whether the site is the first of its kind. place: its number among those of its kind.
+        first: whether the site is the first of its kind. number: its number among those of its kind.
         """
-        return {} if self.level == FULL else {"rows": ROWS, "every": 1 if first else EVERY, "first": place}
+        return {} if self.level == FULL else {"rows": ROWS, "every": 1 if first else EVERY, "first": number}
 
     @property
-    def layers(self) -> bool:
-        """Whether each fused layer is checked, and not the first of each kind alone."""
+    def every_layer(self) -> bool:
+        """Whether every fused layer is checked, not only the first of each kind."""
         return self.level != QUICK
 
     def chosen(self, calls: Sequence[Any], first: bool, own: bool) -> Any:
-        """Those of the recorded calls (or of the samples, one each) that a site is checked on. first: whether it is the
-        first of its kind. own: whether the samples are our own: of those the last but one is one row of tokens."""
+        """The recorded calls of a site (or samples, if there is one call each) that it is checked on.
+
+        first: whether the site is the first of its kind. own: whether the samples are our own; the last but one of
+        these is one row of tokens.
+        """
         return calls if self.level == FULL or first or not own else calls[-2:-1] or calls
 
 
@@ -81,7 +88,7 @@ UNVERIFIED = Extent(OFF)
 
 
 def first_of_kind(plan: Plan) -> dict[str, str]:
-    """Path of each replaced site -> path of the first one of its kind."""
+    """Path of each replaced site -> path of the first site of its kind."""
     first: dict[Any, str] = {}
     found = {}
     for entry in plan.replaced:
@@ -93,5 +100,5 @@ def first_of_kind(plan: Plan) -> dict[str, str]:
 
 
 def is_layer(entry: Entry) -> bool:
-    """Whether a layer is replaced, whose steps are checked after all else."""
+    """Whether the site is a layer that may be fused; fused layers are verified after all sites."""
     return entry.replacer is not None and entry.replacer.fuses

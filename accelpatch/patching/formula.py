@@ -1,4 +1,4 @@
-"""Runs modules with a stored weight by the formula of their format, where their own forward must not or cannot run."""
+"""Runs quantised modules of other libraries by the formula of their format, where their forward must not or cannot."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from accelpatch.patching.site import Site
 from accelpatch.patching.stored import Stored, WithheldHook, bias_of, unpacking_hooks
 
 
-def taken_over(plan: Plan) -> list[Site]:
-    """The sites of a plan whose weight is taken over as it is stored."""
+def stored_sites(plan: Plan) -> list[Site]:
+    """The sites of a plan whose quantised weight is used as it is stored."""
     return [entry.site for entry in plan.replaced if entry.as_stored]
 
 
-def reasons(sites: Iterable[Site]) -> dict[str, str]:
-    """Which modules with a stored weight run by the formula of their format, and why, by the paths of their sites.
+def formula_reasons(sites: Iterable[Site]) -> dict[str, str]:
+    """Path of each site whose module has to run by the formula of its format -> why.
 
     One module of each kind is called with zeros, to see whether its own kernel runs here.
     """
@@ -34,9 +34,9 @@ def reasons(sites: Iterable[Site]) -> dict[str, str]:
     for site in sites:
         if site.stored is None or site.stored.refusal is not None:
             continue
-        why = site.stored.formula
+        why = site.stored.formula_reason
         if not why:
-            kind = (type(site.original), site.stored.words, site.n, site.k)
+            kind = (type(site.original), site.stored.format_name, site.n, site.k)
             if kind not in kinds:
                 kinds[kind] = _cannot_run(site)
             why = kinds[kind]
@@ -59,10 +59,12 @@ def _cannot_run(site: Site) -> str:
 
 @contextmanager
 def by_formula(model: nn.Module, sites: Sequence[Site]) -> Iterator[list[str]]:
-    """Context manager: modules of these sites whose own forward must not or cannot run compute x w^T + bias by the
-    formula of their format, and no hook of the model unpacks any. Yields what the report should say."""
-    found = reasons(sites)
-    counts = Counter((site.stored.words, found[site.path]) for site in sites if site.stored and site.path in found)
+    """Context manager: modules of these sites whose forward must not or cannot run compute x w^T + bias with the weight
+    dequantised by the formula of their format, and no hook of the model unpacks any. Yields notes for the report."""
+    found = formula_reasons(sites)
+    counts = Counter(
+        (site.stored.format_name, found[site.path]) for site in sites if site.stored and site.path in found
+    )
     changes = [WithheldHook(model, name, None, None) for name in unpacking_hooks(model, sites)]
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
@@ -71,7 +73,7 @@ def by_formula(model: nn.Module, sites: Sequence[Site]) -> Iterator[list[str]]:
         for site in sites:
             if site.path in found and site.stored is not None:
                 own = vars(site.original)
-                name = "_old_forward" if "_hf_hook" in own else "forward"  # accelerate's forward calls that
+                name = "_old_forward" if "_hf_hook" in own else "forward"  # accelerate's forward calls _old_forward
                 before.append((own, name, own.get(name)))
                 own[name] = partial(_forward, site.original, site.stored)
         yield [f"compared by its formula: {words} ({n} times), for {why}" for (words, why), n in counts.items()]
@@ -93,7 +95,7 @@ def _forward(module: nn.Module, stored: Stored, x: Tensor, *args: Any, **kwargs:
 
 
 def check_unpacking(entries: Sequence[Entry]) -> None:
-    """Raise PatchError where a hook unpacks the whole model at its first call, and only some modules are taken over."""
+    """Raise PatchError if a hook unpacks the whole model at its first call, and only some modules are replaced."""
     packed = [entry for entry in entries if entry.site.stored is not None and entry.site.stored.unpacked_by]
     left = [entry for entry in packed if not entry.as_stored]
     if left and len(left) < len(packed):

@@ -1,4 +1,4 @@
-"""Smoothing groups in a plan: a norm or linear layer and all linear layers that read it, smoothed together or not."""
+"""Chooses a plan's smoothing groups: a norm or linear layer, and all linear layers that read its output."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class Group(Protocol):
-    """source: path of what makes the channels. consumers: paths of all that read them. kind: the same in every layer,
-    such as "input_layernorm -> q_proj, k_proj, v_proj"."""
+    """Modules that are smoothed together, all or none.
+
+    source: path of the module whose output channels are divided. consumers: paths of all modules that read them.
+    kind: a label that is the same in every layer, such as "input_layernorm -> q_proj, k_proj, v_proj".
+    """
 
     @property
     def source(self) -> str: ...
@@ -32,20 +35,20 @@ def chosen(
     groups: Sequence[Group], smooths: Mapping[str, bool], hooked: Collection[str] = (),
     stored: Mapping[str, str] = NONE,
 ) -> tuple[tuple[Group, ...], list[str]]:  # fmt: skip
-    """The groups that a recipe with smoothing smooths, and notes about those whose source cannot take part.
+    """The groups that are smoothed, and notes about those that cannot be.
 
-    smooths: path of each replaced site -> whether its replacement takes smoothing. hooked: paths of modules with hooks
-    of the user's, which would see divided values. stored: see `not_multiplied`. Raises PlanError for a group of which
-    only some consumers do, and for one with an adapter, which reads the same input, around a consumer.
+    smooths: path of each replaced site -> whether its replacement can be smoothed. hooked: paths of modules with user
+    hooks, which would see divided values. stored: see `not_multiplied`. Raises PlanError for a group in which only some
+    consumers can be smoothed, and for one in which an adapter wraps a consumer and reads the same input.
     """
-    found, left = list[Group](), Counter[str]()
+    found, skipped = list[Group](), Counter[str]()
     for group in groups:
         inside = [place for path in group.consumers for place in smooths if place.startswith(f"{path}.")]
         able = [path for path in group.consumers if smooths.get(path, False)]
         if not inside and not able:
             continue
         if why := next((stored[path] for path in group.consumers if path in stored), None):
-            left[f"{group.kind}, of which a weight {why}"] += 1
+            skipped[f"{group.kind}, of which a weight {why}"] += 1
             continue
         if inside:
             raise PlanError(
@@ -58,16 +61,16 @@ def chosen(
                 "rule, or switch smoothing off (calibrate: {alpha: null})"
             )
         if not smooths.get(group.source, False):
-            left[f"{group.kind}, whose source stays"] += 1
+            skipped[f"{group.kind}, whose source stays"] += 1
         elif any(path in hooked for path in (group.source, *group.consumers)):
-            left[f"{group.kind}, where a hook sees what would be divided"] += 1
+            skipped[f"{group.kind}, where a hook sees what would be divided"] += 1
         else:
             found.append(group)
-    return tuple(found), [f"not smoothed: {what} ({count} times)" for what, count in left.items()]
+    return tuple(found), [f"not smoothed: {what} ({count} times)" for what, count in skipped.items()]
 
 
 def not_multiplied(sites: Iterable[Site]) -> dict[str, str]:
-    """Paths of weights that smoothing cannot multiply -> why."""
+    """Path of each site whose weight smoothing cannot multiply -> why."""
     found = {}
     for site in sites:
         weight = None if site.module is None else site.module._parameters.get("weight")
@@ -76,7 +79,7 @@ def not_multiplied(sites: Iterable[Site]) -> dict[str, str]:
         elif weight is not None and (what := own_code.unusual(weight)) is not None:
             found[site.path] = f"is {what}"
         elif site.n is None and site.role in LINEAR_ROLES:
-            found[site.path] = "is no linear layer's"  # such as two in a row
+            found[site.path] = "is no linear layer's"  # such as a module of two linear layers
     return found
 
 
@@ -87,7 +90,7 @@ def lines(groups: Sequence[Group]) -> list[str]:
 
 
 def with_groups(failed: Mapping[str, str], groups: Sequence[Group]) -> dict[str, str]:
-    """The failed sites and all that are smoothed with them, directly or through others: path -> why it stays."""
+    """The failed sites and all sites smoothed with them, directly or through other groups: path -> why it stays."""
     causes, more = {path: path for path in failed}, True  # path -> the failed site that it stays for
     while more:
         more = False

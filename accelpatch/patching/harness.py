@@ -1,4 +1,4 @@
-"""Scores of lm-evaluation-harness (the package lm_eval) of a model before and after a patch."""
+"""Scores of a model in tasks of lm-evaluation-harness (the package lm_eval), before and after a patch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STDERR = "_stderr"
 
 @dataclass(frozen=True)
 class Score:
-    """One metric of one task: before and after the patch, and the standard error of the first, where it is known."""
+    """One metric of one task before and after the patch. error: the standard error of `before`, if it is known."""
 
     task: str
     metric: str
@@ -32,7 +32,7 @@ class Score:
 
 
 def task_manager(tasks: Sequence[str]) -> Any:
-    """The harness's own. Raises ArgumentError where the package is missing, or does not know a task."""
+    """The harness's TaskManager. Raises ArgumentError if the package is missing, or has no task of a name."""
     try:
         known = importlib.import_module("lm_eval.tasks").TaskManager()
     except ImportError as error:
@@ -46,7 +46,7 @@ def compare(
     model: nn.Module, tokenizer: Any, tasks: Sequence[str], limit: int | None,
     patched: Callable[[], AbstractContextManager[nn.Module]],
 ) -> list[Score]:  # fmt: skip
-    """Scores of a model as it is, then within the context that `patched` makes. limit: samples of each task.
+    """Scores of a model as it is, then within the context that `patched` makes. limit: the most samples of a task.
 
     Raises as `task_manager`.
     """
@@ -62,11 +62,11 @@ def compare(
     before = scores()
     with patched():
         after = scores()
-    return [one for task, due in before.items() for one in _scores(task, due, after[task])]
+    return [one for task, scored in before.items() for one in _scores(task, scored, after[task])]
 
 
 def _scores(task: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Score]:
-    """Metrics are called "acc,none", by name and filter; their standard errors "acc_stderr,none"."""
+    """The harness's keys are metric and filter, such as "acc,none"; the standard error's is "acc_stderr,none"."""
     found = []
     for name, value in before.items():
         metric, _, kind = name.partition(",")

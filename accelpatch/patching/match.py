@@ -14,12 +14,12 @@ from torch import nn
 
 from accelpatch import own_code
 from accelpatch.patching.site import Site
-from accelpatch.patching.stored import Known, nothing
-from accelpatch.patching.towers import parts
+from accelpatch.patching.stored import StoredOf, none_stored
+from accelpatch.patching.towers import tower_lookup
 from accelpatch.recipe.recipe import Match, Recipe, Rule
 
-ATTENTION = "attention"  # role of modules that compute attention, not of those around them
-# Roles by class, where the family's table has none: suffix of the class name -> role.
+ATTENTION = "attention"  # role of modules that compute attention, not of modules that wrap such a one
+# Suffix of the class name -> role, for modules that the family's table does not name.
 CLASS_ROLES = (
     ("RMSNorm", "norm"),
     ("LayerNorm", "norm"),
@@ -29,46 +29,48 @@ CLASS_ROLES = (
     ("Attention", ATTENTION),
 )
 
+NO_TIES: Mapping[str, str] = MappingProxyType({})
+
 
 def sites(
-    model: nn.Module, roles: Mapping[str, str], known: Known = nothing, ties: Mapping[str, str] = MappingProxyType({})
+    model: nn.Module, roles: Mapping[str, str], stored_of: StoredOf = none_stored, ties: Mapping[str, str] = NO_TIES
 ) -> list[Site]:
     """Every module of `model` that owns parameters or has a role, in the order of the tree.
 
-    roles: the model family's table, glob over dotted names (numbers written `#`) -> role. Modules that share a weight
-    become one site with the others in `tied`; the head comes first, since its linear layer decides the format. A module
-    wrapped by a PEFT adapter has the role of the adapter's place; the adapter's own weights have none. known: says what
-    is known of modules whose weight another library quantised; they have the roles of float linear layers. ties: names
-    of two parameters that are one weight, for those that lie on the meta device.
+    roles: the model family's table, glob over dotted names (numbers written `#`) -> role. stored_of: describes a module
+    whose weight another library quantised, and gives None for all others; such modules have the roles of float linear
+    layers. ties: pairs of names of parameters that are one weight, for weights on the meta device. Modules that share a
+    weight become one site, with the others in `tied`; the head comes first, since its linear layer decides the format.
+    A module that a PEFT adapter wraps has the role that it would have alone; the adapter's own weights have none.
     """
     own_code.look_at(model.modules())
-    places: dict[int, list[str]] = {}
+    paths: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        places.setdefault(id(module), []).append(path)
+    named, share = list(model.named_modules(remove_duplicate=False)), active_share(model)
+    for path, module in named:
+        paths.setdefault(id(module), []).append(path)
         modules[id(module)] = module
     head = wrapped(getattr(model, "get_output_embeddings", lambda: None)())
-    named, share = list(model.named_modules(remove_duplicate=False)), active_share(model)
     adapters = {path: inner for path, module in named if (inner := inner_name(module)) is not None}
     changed = _adapted(module for _, module in named)
     counted, found = set[int](), dict[int, Site]()
     dtype = _dtype_of(model)
     for key, module in modules.items():
-        path = named_without(adapters, places[key][0])
+        path = path_without_wrappers(adapters, paths[key][0])
         role = role_of(path, module, roles, head) if path and module is not model else "other"
         own = [p for p in module._parameters.values() if p is not None]
-        stored = None if inner_name(module) else known(module)
+        stored = None if inner_name(module) else stored_of(module)
         if stored is not None:
             role = "linear" if role == "other" and path else role
             facts: Any = {"n": stored.n, "k": stored.k, "bytes": stored.bytes, "token_bytes": stored.bytes}
-            site = _site(places[key], module, role, [], share, counted)
+            site = _site(paths[key], module, role, [], share, counted)
             found[key] = replace(site, **facts, dtype=dtype, stored=stored)
         elif own or role != "other":
-            found[key] = _site(places[key], module, role, own, share, counted)
+            found[key] = _site(paths[key], module, role, own, share, counted)
         if key in found and key in changed:
             found[key] = replace(found[key], adapted=tuple(changed[key]))
-    part, made = parts(model), _join_tied(list(found.values()), ties)
-    return [replace(site, model=model, part=part(site.path)) for site in made]
+    tower_at, joined = tower_lookup(model), _join_tied(list(found.values()), ties)
+    return [replace(site, model=model, tower=tower_at(site.path)) for site in joined]
 
 
 def inner_name(module: nn.Module) -> str | None:
@@ -80,7 +82,7 @@ def inner_name(module: nn.Module) -> str | None:
 
 
 def _adapted(modules: Iterable[nn.Module]) -> dict[int, list[str]]:
-    """id of a module -> names of the parameters that PEFT parametrizes around each call of it."""
+    """id of a module -> names of its parameters that PEFT parametrizes during each call."""
     found: dict[int, list[str]] = {}
     for module in modules:
         name = vars(module).get("parameter_name")
@@ -110,8 +112,8 @@ def wrapped(module: nn.Module | None) -> nn.Module | None:
     return module
 
 
-def named_without(adapters: Mapping[str, str], path: str) -> str:
-    """The path that a module would have without PEFT wrappers; "" for a wrapper and its own weights.
+def path_without_wrappers(adapters: Mapping[str, str], path: str) -> str:
+    """The path that a module would have without PEFT wrappers; "" for a wrapper itself and for an adapter's modules.
 
     adapters: path of each wrapper -> name of the child that it wraps.
     """
@@ -149,7 +151,9 @@ def role_of(path: str, module: nn.Module, roles: Mapping[str, str], head: nn.Mod
         if fnmatchcase(numberless, pattern):
             return role
     stacks = [p for p in module._parameters.values() if p is not None and p.dim() == 3 and p.shape[0] > 1]
-    if stacks and not isinstance(module, nn.modules.conv._ConvNd):  # [1, ...] is a token or a position table
+    if stacks and not isinstance(
+        module, nn.modules.conv._ConvNd
+    ):  # a [1, ...] parameter is a class token or a position table
         return "experts"
     if isinstance(module, nn.Embedding):
         return "embedding"
@@ -157,8 +161,8 @@ def role_of(path: str, module: nn.Module, roles: Mapping[str, str], head: nn.Mod
         return "linear"
     name = own_code.base_of(type(module)).__name__
     role = next((role for end, role in CLASS_ROLES if name.endswith(end)), "other")
-    around = any(type(child).__name__.endswith("Attention") for child in module.children())
-    return "other" if role == ATTENTION and around else role
+    wraps_attention = any(type(child).__name__.endswith("Attention") for child in module.children())
+    return "other" if role == ATTENTION and wraps_attention else role
 
 
 def _site(
@@ -181,7 +185,7 @@ def _site(
 
 
 def _dtype_of(model: nn.Module) -> str:
-    """The dtype that a model computes in: that of its first float parameter, 8-bit floats apart."""
+    """The dtype that a model computes in: that of its first float parameter of more than 8 bits."""
     dtypes = (p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
     return str(next(dtypes, torch.float32)).removeprefix("torch.")
 
@@ -195,7 +199,7 @@ def _shape(module: nn.Module) -> tuple[int | None, int | None]:
 
 
 def _join_tied(found: list[Site], ties: Mapping[str, str]) -> list[Site]:
-    """Merge sites whose modules share a weight."""
+    """Merge sites whose modules share a weight. ties: as in `sites`."""
     groups: dict[Any, list[Site]] = {}
     for site in found:
         weight = site.original._parameters.get("weight")
@@ -210,15 +214,16 @@ def _join_tied(found: list[Site], ties: Mapping[str, str]) -> list[Site]:
             joined.append(group[0])
             continue
         first, *others = sorted(group, key=lambda site: site.role != "head")
-        apart = len({id(site.original._parameters.get("weight")) for site in group}) > 1  # they would count twice
-        owned = first.bytes if apart else sum(site.bytes for site in group)
+        # Tied by name only: each site has counted the bytes of its own tensor, though they are one weight.
+        by_name = len({id(site.original._parameters.get("weight")) for site in group}) > 1
+        owned = first.bytes if by_name else sum(site.bytes for site in group)
         read = owned if first.role == "head" else first.token_bytes
         row = next((site.token_bytes for site in others if site.role == "embedding"), 0)
         names = first.class_names
         joined.append(
             Site(
                 first.path, first.module, first.role, names, first.n, first.k, owned, read + row,
-                first.dtype, first.places, tuple(others),
+                first.dtype, first.own_paths, tuple(others),
             )
         )  # fmt: skip
     return joined

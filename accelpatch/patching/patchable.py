@@ -1,4 +1,4 @@
-"""Which models cannot be patched as they are, with what to do about it."""
+"""Refuses models that cannot be patched as they are; each error says what to do about it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accelpatch.patching.placement import WHOLE, Placement
 
 
 def check_module(model: Any) -> None:
-    """Raise ArgumentError for what is no model."""
+    """Raise ArgumentError unless `model` is a torch.nn.Module."""
     if isinstance(model, nn.Module):
         return
     advice = "load it first, by from_pretrained of transformers or by accelpatch.load(name, recipe)"
@@ -23,7 +23,7 @@ def check_module(model: Any) -> None:
 
 
 def samples_of(inputs: Any) -> Sequence[Mapping[str, Any]] | None:
-    """The samples that a caller gave: one, several or none. Raises ArgumentError."""
+    """`inputs` of patch as a list of samples; None stays None. Raises ArgumentError for anything else."""
     if inputs is None or isinstance(inputs, Mapping):
         return inputs if inputs is None else [inputs]
     found = [] if isinstance(inputs, (str, Tensor)) else list(inputs) if isinstance(inputs, Iterable) else []

@@ -1,6 +1,7 @@
-"""Where a model's parts lie while it is patched; the one here is of a model that lies whole in memory.
+"""Where a model's parts are while it is patched: the interface, with its methods for a model on one device.
 
-Models that accelerate spread over devices have one of their own (parallel/device_map.py), which is handed in.
+Subclasses in parallel/ (device_map.py, tensor_parallel.py) serve models that accelerate spread over devices, and
+tensor-parallel ones.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from torch import Tensor, nn
 
 from accelpatch.errors import PatchError
 
-SHARDS = "_accelpatch_shards"  # attribute of a model that tensor parallel split: its placement
+SHARDS = "_accelpatch_shards"  # attribute of a tensor-parallel model: its placement
 
 
 class Placement:
-    """Of a model on one device."""
+    """The placement of a model that is on one device, with all its weights in memory."""
 
-    #: pairs of names of parameters that are one weight, which offloaded parts do not show by sharing a tensor
+    #: pairs of names of parameters that are one weight; offloaded ones share no tensor that would show it
     ties: Mapping[str, str] = {}
 
     @property
     def device(self) -> torch.device | None:
-        """The device that the model's inputs go to; None: that of its first parameter."""
+        """The device of the model's inputs; None: the device of its first parameter."""
         return None
 
     def check(self, model: nn.Module) -> None:
@@ -39,34 +40,34 @@ class Placement:
         """Raise PatchError where what the plan builds does not fit a device."""
 
     def lines(self) -> list[str]:
-        """What lies where, for plan and report."""
+        """Notes for plan and report about which part is where."""
         return []
 
     def agreed(self, reason: str | None) -> str | None:
-        """Why a replacement may not stay, here or on another rank of a tensor-parallel job; None where it may."""
+        """The reason of this or another rank of a tensor-parallel job to reject a replacement; None without one."""
         return reason
 
     def agreed_all(self, reasons: Mapping[Any, str]) -> dict[Any, str]:
-        """The same of several, by their place or path: all that some rank has a reason for."""
+        """`agreed` for several, by layer index or path: those for which any rank has a reason."""
         return dict(reasons)
 
-    def begin(self, ids: Tensor, config: Any) -> None:
-        """Called before generate() decodes after ids[B, L], with its configuration."""
+    def before_generate(self, ids: Tensor, config: Any) -> None:
+        """Called before generate() decodes. ids[B, L]: the prompts. config: the generation's configuration."""
 
     def readable(self, modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
         """Context manager in which offloaded weights of these modules are in memory."""
         return nullcontext()
 
     def offload(self, pairs: Sequence[tuple[nn.Module, nn.Module]]) -> None:
-        """Offload replacements, as (original, replacement), in the place of their originals, which are so already."""
+        """Offload replacements to where their offloaded originals are. pairs: (original, replacement)."""
 
     def free(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
-        """Free offloaded weights in the host's memory of originals that will not come back, as (original,
-        replacement): those that the replacement does not share."""
+        """Free the host memory of offloaded weights whose originals will not come back, except weights that the
+        replacement shares. pairs: (original, replacement)."""
 
 
 def no_weights(name: str) -> PatchError:
-    """The error for a tensor that is nowhere."""
+    """The error for a tensor on the meta device."""
     return PatchError(
         f"{name} is on the meta device and no hook of accelerate can read it: the model has no weights there; load it "
         "with its weights (plan works without them)"
@@ -74,7 +75,7 @@ def no_weights(name: str) -> PatchError:
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether a hook of accelerate brings the module's weights for each call alone."""
+    """Whether a hook of accelerate loads the module's weights for each call and unloads them after."""
     return any(getattr(hook, "offload", False) for hook in hooks_of(module))
 
 

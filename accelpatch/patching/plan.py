@@ -21,7 +21,7 @@ from accelpatch.patching.match import ATTENTION, matches, rule_for, sites
 from accelpatch.patching.placement import WHOLE, Placement
 from accelpatch.patching.replacer import Choice, Reason, Replaced, Replacer
 from accelpatch.patching.site import Site
-from accelpatch.patching.stored import Known, float_site, nothing
+from accelpatch.patching.stored import StoredOf, float_site, none_stored
 from accelpatch.patching.towers import part_notes
 from accelpatch.recipe.recipe import Recipe, Rule
 from accelpatch.report import Report, human
@@ -32,9 +32,9 @@ class Plan:
     """Which site is replaced by what, and why the others stay. Making one allocates nothing and changes nothing.
 
     max_length, cache_bytes: length in tokens and bytes of the KV cache at batch 1, in the recipe's format, that `fits`
-    counts in addition to the weights. groups: what is smoothed together. left: notes about groups that are not. places:
-    notes about the model's parts: where they lie, and what of them generates. who_runs: says what `why` gives of the
-    choices' specs.
+    counts in addition to the weights. groups: what is smoothed together. notes: about groups that are not smoothed, and
+    other remarks that the report prints. model_notes: about the model's parts: their devices, how an encoder-decoder
+    generates, a multimodal model's towers. explain_kernels: makes the table of `why` from the specs of the choices.
     """
 
     model: str
@@ -44,9 +44,9 @@ class Plan:
     max_length: int | None = None
     cache_bytes: int = 0
     groups: tuple[Group, ...] = ()
-    left: tuple[str, ...] = ()
-    places: tuple[str, ...] = ()
-    who_runs: Callable[[Sequence[Any], Device], str] = lambda specs, device: ""
+    notes: tuple[str, ...] = ()
+    model_notes: tuple[str, ...] = ()
+    explain_kernels: Callable[[Sequence[Any], Device], str] = lambda specs, device: ""
 
     @property
     def calibrates(self) -> bool:
@@ -59,11 +59,11 @@ class Plan:
         return tuple(entry for entry in self.entries if entry.replacer is not None)
 
     def without(self, failed: Mapping[str, str]) -> Plan:
-        """This plan with sites that stay since their replacement was over its bound: path -> why."""
+        """This plan with the failed sites kept. failed: path -> why its replacement was over its bound."""
         entries = (e.kept(failed[e.site.path], failed=True) if e.site.path in failed else e for e in self.entries)
-        kept_here = {site.path for e in self.entries if e.site.path in failed for site in e.sites}
-        kept = tuple(group for group in self.groups if group.source not in kept_here)
-        return replace(self, entries=tuple(entries), groups=kept)
+        kept = {site.path for e in self.entries if e.site.path in failed for site in e.sites}
+        groups = tuple(group for group in self.groups if group.source not in kept)
+        return replace(self, entries=tuple(entries), groups=groups)
 
     @property
     def libraries(self) -> tuple[str, ...]:
@@ -75,22 +75,22 @@ class Plan:
         """The plan as a Report with nothing measured."""
         records = [entry.record() for entry in self.entries]
         choices = [entry.choice for entry in self.entries if entry.choice is not None]
-        notes = dict.fromkeys(one.note for one in choices if one.note and one.fused is not False)
-        said = [*self.places, *smoothing.lines(self.groups), *self.left]
-        return Report(self.model, self.recipe.name, self.device.name, records, notes=[*said, *notes, *self._unread()])
+        of_choices = dict.fromkeys(one.note for one in choices if one.note and one.fused is not False)
+        notes = [*self.model_notes, *smoothing.lines(self.groups), *self.notes, *of_choices, *self._without_effect()]
+        return Report(self.model, self.recipe.name, self.device.name, records, notes=notes)
 
-    def _unread(self) -> list[str]:
+    def _without_effect(self) -> list[str]:
         """Notes about settings of the recipe that have no effect here."""
         runtime = self.recipe.runtime
-        asked = {}
+        ineffective = {}
         if self.device.kind == "cpu":  # CPU steps are not captured
-            asked = {"runtime.cache": runtime.cache != "auto", "runtime.graph": runtime.graph != "auto"}
-            asked["runtime.speculate"] = runtime.speculate != "off"
-            asked["runtime.tunableop"] = runtime.tunableop is not None
-        asked["runtime.inductor"] = bool(runtime.inductor) and runtime.compile == "off"
-        asked["runtime.kv_cache"] = runtime.kv_cache != "auto" and not self.cache_bytes
-        asked["calibrate"] = self.recipe.calibrate is not None and not self.calibrates
-        return [f"{key} is set and has no effect here" for key, is_set in asked.items() if is_set]
+            ineffective = {"runtime.cache": runtime.cache != "auto", "runtime.graph": runtime.graph != "auto"}
+            ineffective["runtime.speculate"] = runtime.speculate != "off"
+            ineffective["runtime.tunableop"] = runtime.tunableop is not None
+        ineffective["runtime.inductor"] = bool(runtime.inductor) and runtime.compile == "off"
+        ineffective["runtime.kv_cache"] = runtime.kv_cache != "auto" and not self.cache_bytes
+        ineffective["calibrate"] = self.recipe.calibrate is not None and not self.calibrates
+        return [f"{key} is set and has no effect here" for key, is_set in ineffective.items() if is_set]
 
     @property
     def resident_bytes(self) -> int:
@@ -119,10 +119,10 @@ class Plan:
         return replace(self, entries=entries)
 
     def why(self) -> str:
-        """For each operation of the plan's kernels: which implementation runs for how many rows of x (of attention:
-        queries) on the plan's device, where that was measured, and why those that are preferred to it cannot."""
+        """A table for people, one part an operation: which implementation runs for how many rows of x (attention:
+        queries) on the plan's device, on what it was measured, and why the implementations preferred to it cannot."""
         specs = [entry.choice.spec for entry in self.replaced if entry.choice is not None]
-        return self.who_runs([spec for spec in specs if spec is not None], self.device)
+        return self.explain_kernels([spec for spec in specs if spec is not None], self.device)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -146,20 +146,22 @@ class Plan:
 
 def make_plan(
     model: nn.Module, recipe: Recipe, device: Device, roles: Mapping[str, str], registry: Mapping[str, Replacer],
-    groups: Sequence[Group] = (), known: Known = nothing, placement: Placement = WHOLE, slower: bool = False,
+    groups: Sequence[Group] = (), stored_of: StoredOf = none_stored, placement: Placement = WHOLE, slower: bool = False,
 ) -> Plan:  # fmt: skip
     """Decide about every site of `model`.
 
-    roles: the family's table (glob -> role); registry: replacer names -> replacers; groups: of the family, which are
-    smoothed where the recipe has an alpha; known: of modules whose weight another library quantised, which the replacer
-    of their own format takes over, whatever the rule that matches says of float weights; placement: where parts lie;
-    slower: also take what is slower than the originals, since there are none: the weights are a checkpoint's.
+    roles: the family's table (glob -> role). registry: replacer names -> replacers. groups: the family's smoothing
+    groups, used if the recipe has an alpha. stored_of: see `sites`; where a rule matches a module whose weight another
+    library quantised, the replacer of that format is used in place of the rule's. placement: where the model's parts
+    are. slower: also take replacements that are slower than the originals; for weights of a checkpoint, which have no
+    originals.
+
     Raises PlanError for an unknown replacer, a rule that matches nothing, a weight with two owners, a tie that would be
     split, and a group that would be smoothed in part.
     """
     for rule in recipe.rules:
         _check_rule(rule, registry)
-    found = sites(model, roles, known, placement.ties)
+    found = sites(model, roles, stored_of, placement.ties)
     found = [site for site in found if site.role != ATTENTION or site.bytes or rule_for(site, recipe) is not None]
     _check_all_match(recipe, found)
     entries = _absorbed([_decide(site, recipe, device, registry, slower) for site in found])
@@ -172,8 +174,8 @@ def make_plan(
     modules = [(site.path, site.module) for entry in entries for site in entry.sites if site.module is not None]
     hooked = [path for path, one in modules if one._forward_hooks or one._forward_pre_hooks]
     smoothed, left = smoothing.chosen(wanted, smooths, hooked, smoothing.not_multiplied(found))
-    places = (*placement.lines(), *decoding_note(model, recipe, device), *part_notes(model, found))
-    return Plan(name, recipe, device, tuple(entries), length, cache, smoothed, tuple(left), places)
+    model_notes = (*placement.lines(), *decoding_note(model, recipe, device), *part_notes(model, found))
+    return Plan(name, recipe, device, tuple(entries), length, cache, smoothed, tuple(left), model_notes)
 
 
 def _check_rule(rule: Rule, registry: Mapping[str, Replacer]) -> None:
@@ -226,33 +228,33 @@ def _decide(site: Site, recipe: Recipe, device: Device, registry: Mapping[str, R
 
 
 def _absorbed(entries: list[Entry]) -> list[Entry]:
-    """The entries without those inside a module that is replaced as a whole, whose bytes count as that one's."""
+    """The entries without those inside a module whose replacer is `whole`; their bytes are added to that module's."""
     whole = {entry.site.path: entry for entry in entries if entry.replacer is not None and entry.replacer.whole}
     parts: dict[str, list[Site]] = {path: [] for path in whole}
-    left = []
+    outside = []
     for entry in entries:
         parent = next((path for path in whole if entry.site.path.startswith(f"{path}.")), None)
         if parent is None:
-            left.append(entry)
+            outside.append(entry)
         else:
             parts[parent].append(entry.site)
-    return [_with(entry, parts[entry.site.path]) if entry.site.path in whole else entry for entry in left]
+    return [_including(entry, parts[entry.site.path]) if entry.site.path in whole else entry for entry in outside]
 
 
-def _with(entry: Entry, inside: Sequence[Site]) -> Entry:
+def _including(entry: Entry, inside: Sequence[Site]) -> Entry:
     every = (entry.site, *inside)
     size, token = sum(site.bytes for site in every), sum(site.token_bytes for site in every)
     return replace(entry, site=replace(entry.site, bytes=size, token_bytes=token), inside=tuple(inside))
 
 
 def _completed(entries: list[Entry], device: Device) -> list[Entry]:
-    """The entries with the final choices of those that depend on others."""
+    """The entries after `Replacer.complete`, for choices that depend on those of other sites."""
     replaced: dict[str, Replaced | None] = {}
     for entry in entries:
-        made = None
+        by = None
         if entry.replacer and entry.choice:
-            made = Replaced(entry.replacer.name, entry.choice.kernel, entry.replacer.fusable)
-        replaced |= dict.fromkeys(entry.site.paths, made)
+            by = Replaced(entry.replacer.name, entry.choice.kernel, entry.replacer.fusable)
+        replaced |= dict.fromkeys(entry.site.paths, by)
     return [
         entry
         if entry.replacer is None or entry.choice is None
@@ -278,16 +280,16 @@ def _propose(site: Site, rule: Rule, replacer: Replacer, device: Device) -> Choi
 
 
 def _propose_stored(site: Site, replacer: Replacer, device: Device) -> Choice | Reason:
-    """What the replacer of a stored weight's own format would do, or why the module stays."""
+    """What the replacer of a quantised weight's own format would do, or why the module stays."""
     stored, module = site.stored, site.original
     assert stored is not None
     if stored.refusal is not None:
-        return Reason(f"{stored.words}: {stored.refusal}")
+        return Reason(f"{stored.format_name}: {stored.refusal}")
     if has_own_forward(module) and not stored.own_forward:
         return Reason(f"{site.path} has a forward of its own on the instance")
     if site.tied:
-        return Reason(f"{stored.words}: it shares its weight with {site.tied[0].path}")
+        return Reason(f"{stored.format_name}: it shares its weight with {site.tied[0].path}")
     answer = replacer.propose(float_site(site), stored.options, device)
-    if isinstance(answer, Choice) and (reason := stored.suits(answer)):
-        return Reason(f"{stored.words}: {reason}")
+    if isinstance(answer, Choice) and (reason := stored.why_not(answer)):
+        return Reason(f"{stored.format_name}: {reason}")
     return replace(answer, bytes_before=site.token_bytes) if isinstance(answer, Choice) else answer

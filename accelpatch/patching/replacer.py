@@ -1,4 +1,4 @@
-"""The interface of a replacer: propose without side effects, then build while the original stays."""
+"""The interface of a replacer: `propose` has no side effects, and `build` leaves the original as it is."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class Choice:
     """What a replacer would do at a site.
 
     kernel: the implementation that would run. bytes_before, bytes_after: weight bytes read to decode one token.
-    resident_after: bytes that the replacement holds in memory. detail: data for the replacer's own `build`, such as the
+    resident_after: bytes of the replacement in memory. detail: data for the replacer's own `build`, such as the
     group size. note: a remark for the user, such as why a faster kernel is not chosen; printed once per plan. fused:
     for a layer, whether decode steps run it fused (else the note is why not); None for all other sites. libraries:
-    names of the device libraries that it launches, which a patch builds before it builds anything of the model. slower:
-    why it would be slower than the original; it is then taken only for a weight that a checkpoint has in this format,
-    which has no original. spec: a kernel's description of a call (kernels/spec.py), for `Plan.why`; None for none.
+    names of the device libraries that it launches, which a patch compiles before it changes anything. slower: why it
+    would be slower than the original ("": it is not); such a choice is used only for a weight that a checkpoint has in
+    this format, which has no original. spec: a kernel's description of a call (kernels/spec.py), for `Plan.why`, or
+    None.
     """
 
     kernel: str
@@ -44,8 +45,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Replaced:
-    """What replaces a site, for the replacer of its parent: the replacer's name, the kernel that would run, and whether
-    fused layers read what it makes."""
+    """What replaces a site, as `Replacer.complete` of another site sees it.
+
+    fusable: whether fused layers read the replacement's weight.
+    """
 
     replacer: str
     kernel: str
@@ -65,13 +68,13 @@ class Replacer(ABC):
     name: the name that recipes use. options: option name -> accepted types. consumes: roles of children whose own
     rules still apply when this replaces their parent (`EVERY_CHILD`: all). ties: whether it can replace several
     modules that share a weight. rounds: whether the original weights must be kept for unpatch. fuses: whether a
-    fused layer is made of the replacement, which is verified again as a whole. fusable: whether fused layers read
-    its weight. smooths: whether `build` takes the smoothing of its group. whole: whether it takes a module with all
-    that is in it: no rule applies to what is inside. takes_stored: whether it takes modules whose weight another
-    library quantised itself; in place of all others their own format's does. by_token: whether only the first
-    output counts (attention weights, say, are not made), and that not for padding. stands_for_code: whether it was
-    made for the code of transformers and torch, so that a module whose class runs other code stays; so it is of all
-    built-in ones.
+    fused layer is made from the replacement, which is verified again as a whole. fusable: whether fused layers read
+    its weight. smooths: whether `build` applies the smoothing of its group. whole: whether it replaces a module
+    together with everything inside it, so that no rule applies there. takes_stored: whether `propose` accepts
+    modules whose weight another library quantised; for all other replacers such a module goes to the replacer of its
+    own format. by_token: whether verification compares only the first output (an attention may omit the attention
+    weights, say), without padding. stands_for_code: whether it was written for the code of transformers and torch,
+    so that a module whose class runs other code is kept; true of all built-in ones.
     """
 
     name: ClassVar[str]
@@ -89,10 +92,10 @@ class Replacer(ABC):
 
     @abstractmethod
     def propose(self, site: Site, options: Mapping[str, Any], device: Device) -> Choice | Reason:
-        """Say what would be done at `site`, or why not; must not allocate or change anything."""
+        """What would be done at `site`, or why not; must not allocate or change anything."""
 
     def complete(self, site: Site, choice: Choice, replaced: Mapping[str, Replaced | None], device: Device) -> Choice:
-        """The final Choice of a site whose children, or others, decide what it can be. Pure.
+        """The Choice of a site once all sites have theirs, for one that depends on its children's or others'. Pure.
 
         replaced: dotted name of every site of the model -> what replaces it; None: it stays.
         """
@@ -106,12 +109,12 @@ class Replacer(ABC):
         """
 
     def observer(self, choice: Choice) -> str | None:
-        """What `build` needs of the site's input: "channels" (quant.calibration: figures of each, of the float model),
-        "hessian" (quant.hessian: second moments, behind layers that are rounded already), or None."""
+        """Which statistics of the site's input `build` needs: "channels" (quant.calibration: figures of each channel,
+        in the float model), "hessian" (quant.hessian: second moments, with the layers before it rounded), or None."""
         return None
 
     def weight(self, choice: Choice, parts: Mapping[str, Any]) -> Any:
-        """The quantised weight of the tensors that a checkpoint has of it, by name. Raises KernelError."""
+        """The quantised weight, from its tensors in a checkpoint by name. Raises KernelError."""
         raise PlanError(f"{self.name} cannot be restored from a checkpoint")
 
     def restore(self, site: Site, choice: Choice, saved: Any) -> nn.Module:
@@ -120,11 +123,11 @@ class Replacer(ABC):
         raise PlanError(f"{self.name} cannot be restored from a checkpoint")
 
     def parts(self, site: Site, names: Iterable[str]) -> list[str] | None:
-        """Of the tensors in a checkpoint those that `restore` takes, by their names in the site; None: the parts of a
-        quantised weight."""
+        """The names (relative to the site) of those checkpoint tensors that `restore` takes; None: it takes a quantised
+        weight, made from that weight's tensors."""
         return None
 
-    def prefetchable(self, site: Site, choice: Choice, built: nn.Module) -> Choice:
+    def finalize(self, site: Site, choice: Choice, built: nn.Module) -> Choice:
         """The final Choice once `built` exists, for replacements that depend on the weight's values."""
         return choice
 

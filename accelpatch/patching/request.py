@@ -1,4 +1,4 @@
-"""What one patch is asked to do: made by the public functions, read by every stage."""
+"""The parameters of one patch: made by the public functions, read by every stage."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from accelpatch.progress import Stopwatch
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A plan to carry out.
+    """A plan to carry out, and how.
 
-    watch: what progress is reported to. inputs: the user's samples; None: ones made for the model. keep_original: see
-    `patch`. extent: what is verified. at_hand: path -> replacements that a checkpoint's loading has put there already,
-    with all smoothing in them, and whose originals are gone. save: the model's `save_pretrained`. statistics: those of
-    the user, or their file; None: made of `data`, which is as in `patch`, by way of `tokenizer`; None too: the model
-    calibrates on its own text. placement: where the model's parts lie. resume: a folder for what calibration has made,
-    from which an interrupted patch goes on.
+    watch: receives progress. inputs: the user's samples; None: samples are made for the model. keep_original: see
+    `patch`. extent: what is verified. loaded: path -> replacement that loading a checkpoint has built already, smoothed
+    weights included; its original is gone. save: what `save_pretrained` of the patched model calls. statistics:
+    calibration statistics, or the file with them; None: computed from `data` (as in `patch`), tokenized by `tokenizer`;
+    without data, from text that the model generates. placement: where the model's parts are. resume: a folder in which
+    calibration keeps finished work, so that an interrupted patch can go on.
     """
 
     planned: Plan
@@ -31,7 +31,7 @@ class Request:
     inputs: Any = None
     keep_original: str = "none"
     extent: Extent = UNVERIFIED
-    at_hand: Mapping[str, Built] = field(default_factory=dict)
+    loaded: Mapping[str, Built] = field(default_factory=dict)
     save: Any = None
     statistics: Any = None
     data: Any = None

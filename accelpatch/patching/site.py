@@ -8,25 +8,27 @@ from torch import nn
 
 from accelpatch.patching.stored import Stored
 
-# Roles of products with one weight matrix inside the model; a rule for role `linear` takes them all. The head is apart.
+# Roles of linear layers inside the model; a rule for role `linear` matches all of them. The head has its own role.
 LINEAR_ROLES = frozenset(
     {"linear", "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
     | {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "fc1", "fc2"}
 )
-WHOLE_K = "_accelpatch_whole_k"  # attribute of a module with some columns of a weight: how many the whole has
+# Attribute of a module that holds some columns of a weight (tensor parallel): K of the full weight.
+WHOLE_K = "_accelpatch_whole_k"
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
     """One module of a model, as the plan sees it.
 
-    path, places: dotted name, and every name under which the model holds the same module. module: the original; None in
-    a detached plan. n, k: shape of the weight [N, K] (output and input features), None where there is no single matrix.
-    bytes: size of the parameters that the module owns itself. token_bytes: bytes of those read to decode one token.
-    tied: sites of other modules that share this module's weight; all of them are replaced together, or none. stored:
-    what is known of a weight that another library quantised; n, k and dtype are then those of the float weight.
-    adapted: names of parameters that adapters around the module change while it runs. model: what the module is part
-    of; None in a detached plan. part: the tower of a multimodal model that it is of ("vision", "audio"), or "".
+    path, own_paths: dotted name, and every name under which the model holds the same module. module: the original; None
+    in a detached plan. n, k: shape of the weight [N, K] (output and input features), None where there is no single
+    matrix. bytes: size of the parameters that the module owns itself. token_bytes: bytes of those read to decode one
+    token. tied: sites of other modules that share this module's weight; all of them are replaced together, or none.
+    stored: the description of a weight that another library quantised, else None; n, k and dtype are then those of the
+    float weight. adapted: names of parameters that PEFT changes at each call. model: the model that contains the
+    module; None in a detached plan. tower: "vision" or "audio" for a module in such a tower of a multimodal model, else
+    "".
     """
 
     path: str
@@ -38,12 +40,12 @@ class Site:
     bytes: int = 0
     token_bytes: int = 0
     dtype: str = ""
-    places: tuple[str, ...] = ()
+    own_paths: tuple[str, ...] = ()
     tied: tuple[Site, ...] = ()
     stored: Stored | None = None
     adapted: tuple[str, ...] = ()
     model: nn.Module | None = None
-    part: str = ""
+    tower: str = ""
 
     @property
     def original(self) -> nn.Module:
@@ -53,7 +55,7 @@ class Site:
 
     @property
     def whole_k(self) -> int | None:
-        """K of the whole weight, where tensor parallel left the module a part of its columns; else `k`."""
+        """K of the full weight, where tensor parallel gave the module only some of its columns; else `k`."""
         found: int | None = vars(self.original).get(WHOLE_K, self.k)
         return found
 
@@ -61,12 +63,12 @@ class Site:
     def roles(self) -> frozenset[str]:
         """The role names in recipes that match this site."""
         own = {self.role, "linear"} if self.role in LINEAR_ROLES else {self.role}
-        return frozenset(own | {self.part} if self.part else own)
+        return frozenset(own | {self.tower} if self.tower else own)
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The path of the site and of those tied to it."""
-        return self.places + tuple(path for site in self.tied for path in site.places)
+        """Every name of the module and of the modules tied to it."""
+        return self.own_paths + tuple(path for site in self.tied for path in site.own_paths)
 
     def detached(self) -> Site:
         """A copy without the modules, so that keeping a plan keeps no weights alive."""

@@ -1,7 +1,8 @@
-"""Modules whose weight another library quantised: what is known of one, what stands for it, and moves of its tensors.
+"""Modules whose weight another library quantised: their description, their replacement, and moves of their tensors.
 
-Such a module is taken over as it is stored. Replacers see a float linear layer in its place, of the same shape, and
-build from its codes and scales. Which classes these are is a table that is handed in (replacers/stored.py).
+The replacement uses the same codes and scales; nothing is quantised again. Replacers are given a float linear layer of
+the same shape as the site's module, and the quantised weight. Which classes are known is a table in
+replacers/stored.py, passed to the plan as `stored_of`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from accelpatch.errors import PatchError
 from accelpatch.patching.change import Change
 
-STORED = "_accelpatch_stored"  # attribute of a replacement: in what form its original is stored
-BOUND = 0.05  # of the format error, where the recipe has units alone: such originals may round their activations
+STORED = "_accelpatch_stored"  # attribute of a replacement: the format of its original, for people
+# Bound of the format error where the recipe has only units: the originals may round their activations.
+FORMAT_BOUND = 0.05
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 OF_ACCELERATE = ("_hf_hook", "_old_forward", "forward")
@@ -26,17 +28,18 @@ OF_ACCELERATE = ("_hf_hook", "_old_forward", "forward")
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """What is known of a module with a quantised weight [n, k]; no reference to the module itself.
+    """The description of a module with a quantised weight [n, k]; it has no reference to the module.
 
-    words: its format, for people. bytes: of its tensors. replacer, options: what takes it over. weight: reads the
-    canonical weight off the module. floats: reads the weight [n, k] in float32, by the formula of the format. refusal:
-    why it stays. suits: why not, by what its replacer proposes. formula: why the module's own forward does not run
-    while a patch is verified, but the formula ("": it runs). own_forward: a forward on the instance is its library's.
-    unpacked_by: attribute of the model with the handle of a hook that would unpack the module at the first call. lost:
-    attributes of the module by which other code reads or writes its codes.
+    format_name: for people. bytes: of its tensors. replacer, options: which replacer uses this format, and with what.
+    weight(module): the canonical weight. floats(module): the weight [n, k] in float32, by the formula of the format.
+    refusal: why the module stays, or None. why_not(choice): why the replacer's choice does not suit this weight, or
+    None. formula_reason: why verification runs the formula of the format in place of the module's own forward; "": the
+    forward runs. own_forward: whether a forward on the instance is its library's, not the user's. unpacked_by:
+    attribute of the model with the handle of a hook that would unpack the module at its first call. lost: attributes by
+    which other code reads or writes the codes; the replacement gets a `Lost` for each.
     """
 
-    words: str
+    format_name: str
     n: int
     k: int
     bytes: int = 0
@@ -45,15 +48,15 @@ class Stored:
     weight: Callable[[nn.Module], Any] = lambda module: None
     floats: Callable[[nn.Module], Tensor] = lambda module: torch.empty(0)
     refusal: str | None = None
-    suits: Callable[[Any], str | None] = lambda choice: None
-    formula: str = ""
+    why_not: Callable[[Any], str | None] = lambda choice: None
+    formula_reason: str = ""
     own_forward: bool = False
     unpacked_by: str | None = None
     lost: tuple[str, ...] = ()
 
 
 class Lost:
-    """What other code finds on a replacement in place of an attribute by which it would read or write codes."""
+    """Placeholder on a replacement for an attribute of its original (`Stored.lost`); using it raises PatchError."""
 
     def __init__(self, message: str):
         self._message = message
@@ -64,19 +67,19 @@ class Lost:
         raise PatchError(self._message)
 
 
-Known = Callable[[nn.Module], Stored | None]
+StoredOf = Callable[[nn.Module], Stored | None]
 
 
-def nothing(module: nn.Module) -> Stored | None:
-    """No module is known."""
+def none_stored(module: nn.Module) -> Stored | None:
+    """The lookup for models without modules that another library quantised."""
     return None
 
 
 def like_float(module: nn.Module, n: int, k: int, dtype: torch.dtype, device: torch.device | None) -> nn.Linear:
-    """A linear layer with the module's bias and hooks in which the weight is empty, or without a device on meta.
+    """A linear layer with the module's bias and hooks. Its weight has no elements; without a device, [n, k] on meta.
 
     A bias of another dtype is cast, as the module's own forward does at each call. The library's own attributes and
-    tensors stay behind: they would keep its codes in memory.
+    tensors are not copied: they would keep its codes in memory.
     """
     new = nn.Linear(k, n, bias=False, device="meta", dtype=dtype)
     if device is not None:
@@ -102,20 +105,20 @@ def bias_of(module: nn.Module) -> Tensor | None:
 
 
 def unpacking_hooks(model: nn.Module, sites: Iterable[Any]) -> list[str]:
-    """Attributes of the model with the handles of hooks that would unpack modules of these sites."""
+    """Names of the model's attributes with the handles of hooks that would unpack modules of these sites."""
     names = dict.fromkeys(site.stored.unpacked_by for site in sites if site.stored is not None)
     return [name for name in names if name is not None and name in vars(model)]
 
 
 class WithheldHook(Change):
-    """Takes a forward hook off a model. name: the attribute that holds its handle."""
+    """Removes a forward pre-hook from a model. name: the attribute of the model with the hook's handle."""
 
     def apply(self) -> None:
-        """Take it off; `new` keeps it."""
+        """Remove the hook and keep it in `new`."""
         self.new = self.owner._forward_pre_hooks.pop(vars(self.owner)[self.name].id, None)
 
     def revert(self) -> None:
-        """Put it back where it was, before all others, unless the handle has been removed since."""
+        """Put it back as the first hook, unless the handle has been removed since."""
         handle = vars(self.owner).get(self.name)
         if handle is not None and self.new is not None:
             hooks: Any = self.owner._forward_pre_hooks
@@ -124,13 +127,13 @@ class WithheldHook(Change):
 
 
 def move_(module: nn.Module, device: torch.device | str, keep: Iterable[Tensor] = ()) -> None:
-    """Move all that a module with a stored weight holds itself to a device, as it is: codes are never cast.
+    """Move all tensors of a quantised module itself to a device, without a cast.
 
-    keep: tensors that stay, since others hold them. Parameters stay the same objects.
+    keep: tensors that are not moved, since other modules share them. Parameters stay the same objects.
     """
     device, stay = torch.device(device), {id(tensor) for tensor in keep}
     moved: dict[Any, Tensor] = {}
-    for holder, name, tensor in list(places(module)):
+    for holder, name, tensor in list(tensor_entries(module)):
         if id(tensor) in stay or tensor.device == device or tensor.is_meta:
             continue
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -143,27 +146,27 @@ def move_(module: nn.Module, device: torch.device | str, keep: Iterable[Tensor] 
 
 
 @contextmanager
-def set_aside(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> Iterator[None]:
-    """Context manager: moves the stored weights of (original, replacement) to the CPU's memory; where it is left by an
-    exception, all back."""
+def moved_to_host(pairs: Iterable[tuple[nn.Module, nn.Module]]) -> Iterator[None]:
+    """Context manager: moves the quantised originals of (original, replacement) to host memory; an exception moves all
+    back."""
     pairs = list(pairs)
     try:
         for old, new in pairs:
-            move_(old, "cpu", keep=held_by(new))
+            move_(old, "cpu", keep=tensors_of(new))
         yield
     except BaseException:
         for old, new in pairs:
-            move_(old, next(new.buffers()).device, keep=held_by(new))
+            move_(old, next(new.buffers()).device, keep=tensors_of(new))
         raise
 
 
-def held_by(module: nn.Module) -> list[Tensor]:
-    """Every tensor that a module holds, in its layout too."""
-    return [tensor for _, _, tensor in places(module)]
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Every tensor of a module itself, also in its layout."""
+    return [tensor for _, _, tensor in tensor_entries(module)]
 
 
-def places(module: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
-    """(table, name, tensor) of every tensor that a module holds, also inside its library's own objects."""
+def tensor_entries(module: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
+    """(dict, key, tensor) of every tensor of a module itself, also inside objects of its library's classes."""
     library, seen = type(module).__module__.partition(".")[0], {id(module)}
     left: list[dict[Any, Any]] = [*(vars(module)[table] for table in ("_parameters", "_buffers")), vars(module)]
     while left:
@@ -187,12 +190,12 @@ def float_site(site: Any, device: torch.device | None = None) -> Any:
     return replace(site, module=made, class_names=names, bytes=size, token_bytes=size, stored=None)
 
 
-def taken_over(site: Any, replacer: Any, choice: Any) -> nn.Module:
-    """The replacement of a module with a stored weight: a linear layer, for as their library's class PEFT would unpack
-    its codes."""
+def build_from_stored(site: Any, replacer: Any, choice: Any) -> nn.Module:
+    """The replacement of a quantised module, from the same codes. It is a linear layer and not of the library's class,
+    because PEFT would unpack the codes of such a class."""
     weight = site.stored.weight(site.original)
     new: nn.Module = replacer.restore(float_site(site, weight.w.device), choice, weight)
-    new.__dict__[STORED] = site.stored.words
+    new.__dict__[STORED] = site.stored.format_name
     for name in site.stored.lost:
         new.__dict__[name] = Lost(f"{site.path}: its {name} is the original's; call accelpatch.unpatch(model) first")
     return new

@@ -22,22 +22,23 @@ from torch import Tensor, nn
 from accelpatch.patching.capture import Call, copied, floats
 from accelpatch.report import Verification
 
-# A context that compares every operation run in it with its reference and lists (error, bound) for each.
-# Its keywords say what part of linear layers is compared (extent.py).
+# A context manager that compares every operation run in it with its reference and lists (error, bound) for each.
+# Its keywords say which part of linear layers is compared (extent.py).
 Checking = Callable[..., AbstractContextManager[list[tuple[float, float]]]]
 
 
-#: u: of 16 bits the largest relative error of rounding to them; of dtypes that kernels also add up in, four times that
+#: u of each dtype. 16 bits: the largest relative error of rounding to it. Others: four times that, as kernels also
+#: accumulate in them.
 UNITS = {torch.float64: 2**-51, torch.float32: 2**-22, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 
 
 @dataclass(frozen=True)
 class SiteErrors:
-    """The largest errors of a site. kernel_error and kernel_bound are absolute, in the unit of the operation's output.
-    format_error: None where the original is not known.
+    """The largest errors of a site.
 
-    units: the smallest number of units that holds for every element and for the relative RMSE; 0 where it was not asked
-    for.
+    kernel_error and kernel_bound are absolute, in the unit of the operation's output. format_error: None if there is no
+    original to compare with. units: the smallest number of units that every element and the relative RMSE are within; 0
+    if it was not computed.
     """
 
     kernel_error: float | None
@@ -54,17 +55,18 @@ class SiteErrors:
 
 def site_errors(
     new: nn.Module, calls: Sequence[Call], metric: str, checking: Checking, masks: Sequence[Tensor | None] = (),
-    first: bool = False, units: bool = True, part: Mapping[str, int] = MappingProxyType({}),
+    first_output_only: bool = False, units: bool = True, part: Mapping[str, int] = MappingProxyType({}),
 ) -> SiteErrors:  # fmt: skip
-    """Run `new` on each recorded call of its original. kernel_error is None if it runs none of our operations.
+    """Run `new` on each recorded call of its original and compare the outputs. kernel_error is None if it runs none of
+    our operations.
 
-    masks: of the calls' rows [B, L], for outputs [B, L, K] of which those of padding may be anything. first: compare
-    the first output alone. units: whether they are asked for. part: keywords of `checking`.
+    masks: an attention mask [B, L] or None for each call, where the output [B, L, K] at padding is not compared.
+    first_output_only: ignore all outputs but the first. units: whether to compute them. part: keywords of `checking`.
     """
     pairs: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad(), checking(**part) as checks:
         after = [_run(new, call) for call in calls]
-    if first:
+    if first_output_only:
         calls, after = [call._replace(outputs=call.outputs[:1]) for call in calls], [made[:1] for made in after]
     for call, made in zip(calls, after, strict=True):
         if len(call.outputs) != len(made) or any(a.shape != b.shape for a, b in zip(made, call.outputs, strict=True)):
@@ -76,7 +78,7 @@ def site_errors(
 
 
 def _of_tokens(pair: tuple[Tensor, Tensor], mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The rows of both outputs that are no padding."""
+    """Both outputs without the rows of padding."""
     new, original = pair
     if mask is None or mask.shape != new.shape[:2]:
         return pair
@@ -118,7 +120,7 @@ def format_error(metric: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     """A metric over all finite elements of the outputs (new, original) of a site, joined into one vector each.
 
     Joined, because the first token of a text alone is misleading: models park attention on it and its values are near
-    zero, so its relative error is large. Infinite where NaN or Inf stand in different places.
+    zero, so its relative error is large. Infinite if NaN or Inf are at different elements.
     """
     new, original = (torch.cat([pair[i].flatten() for pair in pairs] or [torch.empty(0)]).double() for i in (0, 1))
     if not original.numel():
@@ -142,21 +144,23 @@ def units_apart(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     for y, original in pairs:
         if not original.numel():
             continue
-        dtype, due = original.dtype, original.double()
-        alike = (y == original) | (y.isnan() & original.isnan())  # also where both are the same infinity
-        apart = (y.double() - due).abs().where(~alike, 0.0).nan_to_num(math.inf, math.inf)
-        due = due.where(due.isfinite(), 0.0)
-        size = torch.maximum(due.abs(), due.square().mean(-1, keepdim=True).sqrt() if due.dim() else due.abs())
+        dtype, expected = original.dtype, original.double()
+        equal = (y == original) | (y.isnan() & original.isnan())  # also where both are the same infinity
+        error = (y.double() - expected).abs().where(~equal, 0.0).nan_to_num(math.inf, math.inf)
+        expected = expected.where(expected.isfinite(), 0.0)
+        magnitude = expected.abs()
+        row_rms = expected.square().mean(-1, keepdim=True).sqrt() if expected.dim() else magnitude
+        largest = torch.where(error == 0, 0.0, error / torch.maximum(magnitude, row_rms)).max().item()
         unit = UNITS.get(dtype, 0.0)  # other dtypes must be equal
-        far = torch.where(apart == 0, 0.0, apart / size).max().item()
-        far = far / unit if unit else math.inf if far else 0.0
-        worst = max(worst, far if far == far else math.inf)
-        sums = torch.stack((apart.square().sum(), due.square().sum())).cpu()
+        units = largest / unit if unit else math.inf if largest else 0.0
+        worst = max(worst, units if units == units else math.inf)
+        sums = torch.stack((error.square().sum(), expected.square().sum())).cpu()
         squares[dtype] = squares.get(dtype, torch.zeros(2, dtype=torch.float64)) + sums
-    for dtype, (apart, size) in squares.items():
-        if apart:
+    for dtype, (error_sum, expected_sum) in squares.items():
+        if error_sum:
             unit = UNITS.get(dtype, 0.0)
-            worst = max(worst, 4 * math.sqrt(apart / size) / unit if size and unit else math.inf)
+            known = expected_sum and unit
+            worst = max(worst, 4 * math.sqrt(error_sum / expected_sum) / unit if known else math.inf)
     return worst if worst == worst else math.inf
 
 

@@ -42,11 +42,11 @@ class SiteStatistics:
     inside: Mapping[str, SiteStatistics] = field(default_factory=dict)
     rounded: Any = None
 
-    def given(self, x: Tensor) -> Tensor:
+    def smoothed_input(self, x: Tensor) -> Tensor:
         """What comes in where the original got x[..., K]."""
         return x if self.factors is None else (x.float() / self.factors.to(x.device)).to(x.dtype)
 
-    def due(self, y: Tensor) -> Tensor:
+    def smoothed_output(self, y: Tensor) -> Tensor:
         """What comes out where the original gave y[..., N]."""
         return y if self.divisors is None else (y.float() / self.divisors.to(y.device)).to(y.dtype)
 

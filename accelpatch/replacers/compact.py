@@ -57,7 +57,7 @@ class Compact(Gemv):
         module.hold()
         return module
 
-    def prefetchable(self, site: Site, choice: Choice, built: nn.Module) -> Choice:
+    def finalize(self, site: Site, choice: Choice, built: nn.Module) -> Choice:
         if not isinstance(built, CompactLinear):
             return choice
         size = built.weight_bytes + bias_bytes(site)

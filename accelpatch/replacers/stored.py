@@ -40,9 +40,9 @@ SHUFFLED = ("exllama", "exllamav2", "marlin", "qigen")  # AutoGPTQ's kernels tha
 class Layout:
     """How a library's class holds a weight.
 
-    parts: its tensors, the first of which is always there. facts: words, replacer and options, and what the reader
-    needs (`config`); a text is the reason why it cannot be read. reader: makes the canonical weight. tensors: finds the
-    parts, where they are neither parameters nor buffers.
+    parts: names of its tensors, the first of which always exists. facts: makes the Stored of a module, and the `config`
+    that the reader needs. reader: makes the canonical weight. tensors: finds the parts, where they are neither
+    parameters nor buffers.
     """
 
     parts: tuple[str, ...]
@@ -58,8 +58,8 @@ class Layout:
         return {name: tensors.get(name) for name in self.parts}
 
 
-def known(module: nn.Module) -> Stored | None:
-    """What is known of a module whose weight another library quantised; None for all other modules."""
+def stored_of(module: nn.Module) -> Stored | None:
+    """The description of a module whose weight another library quantised; None for all other modules."""
     name = type(module).__name__
     if name in OTHERS:
         own = f"in the packing of {OTHERS[name]}'s {name}, which is not read: load the model with plain kernels"
@@ -103,13 +103,13 @@ def _grouped(tool: str, bits: Any, groups: int, symmetric: bool, sizes: tuple[in
     """A weight of 4 or 8 bits in so many groups along K."""
     n, k = sizes
     group = k // groups if groups > 0 else 0
-    words = f"{tool} {bits} bits, " + ("one scale a row" if groups == 1 else f"groups of {group}")
+    format_name = f"{tool} {bits} bits, " + ("one scale a row" if groups == 1 else f"groups of {group}")
     if bits not in (4, 8):
-        return Stored(words, n, k, refusal=f"{bits} bits are not read: 4 and 8 are")
+        return Stored(format_name, n, k, refusal=f"{bits} bits are not read: 4 and 8 are")
     if bits == 8:
-        return Stored(words, n, k, replacer="int8_weight_only", options={"group_size": group}, **more)
+        return Stored(format_name, n, k, replacer="int8_weight_only", options={"group_size": group}, **more)
     options = {"group_size": group} | ({"symmetric": True} if symmetric else {"zero_point": True})
-    return Stored(words, n, k, replacer="int4_weight_only", options=options, **more)
+    return Stored(format_name, n, k, replacer="int4_weight_only", options=options, **more)
 
 
 def _gptq(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str, Any]]:
@@ -129,8 +129,8 @@ def _gptq(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str, Any
     if kernel in SHUFFLED:
         refusal = f"in the packing of AutoGPTQ's {kernel}, which is not read: load the model with plain kernels"
     groups = 0 if scales is None or scales.dim() != 2 else len(scales)
-    formula = AT_FIRST_CALL if repacks else ""
-    return _grouped("GPTQ", bits, groups, sym, _sizes(module), refusal=refusal, formula=formula), config
+    formula_reason = AT_FIRST_CALL if repacks else ""
+    return _grouped("GPTQ", bits, groups, sym, _sizes(module), refusal=refusal, formula_reason=formula_reason), config
 
 
 def _are_middles(words: Tensor | None, bits: Any, v2: bool) -> bool:
@@ -146,8 +146,8 @@ def _awq(version: str, module: nn.Module, tensors: Tensors) -> tuple[Stored, Map
     size = k if size in (-1, None) else size
     refusal = HAS_ADAPTER if attributes.get("adapter") is not None else None
     refusal = PACKED_ANEW if attributes.get("linear_mode") is not None else refusal
-    groups, formula = k // size if size > 0 else 0, AT_FIRST_CALL if "linear_mode" in attributes else ""
-    found = _grouped("AWQ", bits, groups, False, (n, k), refusal=refusal, formula=formula)
+    groups, formula_reason = k // size if size > 0 else 0, AT_FIRST_CALL if "linear_mode" in attributes else ""
+    found = _grouped("AWQ", bits, groups, False, (n, k), refusal=refusal, formula_reason=formula_reason)
     return found, {"bits": bits, "group_size": size, "version": version}
 
 
@@ -195,20 +195,22 @@ def _four_bits(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str
     if weight is None or state is None:
         why = "its weight is still float: move the model to its device first, which quantises it"
         return Stored("bitsandbytes 4 bits", n, k, refusal=why), {}
-    words = f"bitsandbytes {state.quant_type}, blocks of {state.blocksize}" + (", nested" if state.nested else "")
-    formula = REPACKS if weight.device.type == "cpu" else ""
+    format_name = f"bitsandbytes {state.quant_type}, blocks of {state.blocksize}" + (", nested" if state.nested else "")
+    formula_reason = REPACKS if weight.device.type == "cpu" else ""
     if getattr(state, "packing_format_for_cpu", False):
-        return Stored(words, n, k, refusal=f"{PACKED_ANEW}, or load it again"), {}
+        return Stored(format_name, n, k, refusal=f"{PACKED_ANEW}, or load it again"), {}
     # blocks go on from row to row, and long ones are split
     options = {"group_size": math.gcd(k, state.blocksize, bitsandbytes_formats.LARGEST)}
-    return Stored(words, n, k, replacer=f"{state.quant_type}_weight_only", options=options, formula=formula), {}
+    return Stored(
+        format_name, n, k, replacer=f"{state.quant_type}_weight_only", options=options, formula_reason=formula_reason
+    ), {}
 
 
 def _compressed(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[str, Any]]:
     scheme: Any = vars(module).get("quantization_scheme")
     weights, inputs = getattr(scheme, "weights", None), getattr(scheme, "input_activations", None)
     name, sizes = "compressed-tensors", _sizes(module)
-    theirs: dict[str, Any] = {"own_forward": True, "formula": UNPACKS, "unpacked_by": "ct_decompress_hook"}
+    theirs: dict[str, Any] = {"own_forward": True, "formula_reason": UNPACKS, "unpacked_by": "ct_decompress_hook"}
     if weights is None:
         return Stored(name, *sizes, refusal="it does not say how its weight is quantised"), {}
     bits, scale, why = weights.num_bits, tensors["weight_scale"], compressed.refusal(module, scheme, tensors, sizes[0])
@@ -219,14 +221,16 @@ def _compressed(module: nn.Module, tensors: Tensors) -> tuple[Stored, Mapping[st
         return _grouped(name, bits, groups, bool(weights.symmetric), sizes, **theirs), {"bits": bits}
     q, static = tensors["weight"], inputs is not None and inputs.dynamic is False
     kind = "int8" if q is not None and q.dtype == torch.int8 else "8-bit float"
-    floats, words = kind != "int8", f"{name} {kind} weights" + (" and activations" if inputs is not None else "")
+    format_name = f"{name} {kind} weights" + (" and activations" if inputs is not None else "")
     if q is None or q.dtype not in (torch.int8, *FP8) or scale is None or scale.numel() not in (1, sizes[0]):
-        return Stored(words, *sizes, refusal="this is not read: weights by channel or tensor, int8 or e4m3, are"), {}
+        refusal = "this is not read: weights by channel or tensor, int8 or e4m3, are"
+        return Stored(format_name, *sizes, refusal=refusal), {}
+    floats = kind != "int8"
     by = {(False, False): "int8_weight_only", (False, True): "w8a8", (True, False): "fp8_weight_only"}
     replacer = by.get((floats, inputs is not None), "w8a8_fp8")
     more = {"group_size": None} if replacer == "int8_weight_only" else {}
-    suits = partial(_same_form, q.dtype) if floats else lambda choice: None
-    return Stored(words, *sizes, replacer=replacer, options=more, suits=suits, **theirs), {"static": static}
+    why_not = partial(_same_form, q.dtype) if floats else lambda choice: None
+    return Stored(format_name, *sizes, replacer=replacer, options=more, why_not=why_not, **theirs), {"static": static}
 
 
 def _same_form(dtype: torch.dtype, choice: Choice) -> str | None:

@@ -94,7 +94,7 @@ class W8A8(LinearReplacer):
         made: nn.Module = quantized(W8A8Linear, site.original, weight, choice.kernel == NATIVE, stats)
         return made
 
-    def prefetchable(self, site: Site, choice: Choice, built: nn.Module) -> Choice:
+    def finalize(self, site: Site, choice: Choice, built: nn.Module) -> Choice:
         assert isinstance(built, W8A8Linear)
         kind = "dynamic" if built.canonical().input_scale is None else "static"
         return replace(choice, kernel=f"{choice.kernel}, {kind}", detail={**choice.detail, "activations": kind})

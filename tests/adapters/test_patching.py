@@ -142,7 +142,7 @@ def test_a_patch_that_fails_leaves_the_adapters(monkeypatch: pytest.MonkeyPatch)
     def broken(*given: Any) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr("accelpatch.patching.apply.settle", broken)
+    monkeypatch.setattr("accelpatch.patching.apply.release_originals", broken)
     with pytest.raises(RuntimeError, match="no"):
         accelpatch.patch(model, "int8", verify=False)
     assert snapshot(model) == before

@@ -183,11 +183,11 @@ def test_a_weight_takes_factors_and_divisors_in_both_directions() -> None:
     weight, bias = torch.randn(6, 4), torch.randn(6)
     one = SiteStatistics(None, torch.tensor([0.5, 1, 2, 4]), torch.tensor([1.0, 2, 3, 4, 5, 6]))
     x = torch.randn(3, 4)
-    got = one.given(x) @ one.weight(weight).t() + one.vector(bias)
-    torch.testing.assert_close(got, one.due(x @ weight.t() + bias))
+    got = one.smoothed_input(x) @ one.weight(weight).t() + one.vector(bias)
+    torch.testing.assert_close(got, one.smoothed_output(x @ weight.t() + bias))
     assert SiteStatistics().weight(weight) is weight
-    assert SiteStatistics().given(x) is x
-    assert SiteStatistics().due(x) is x
+    assert SiteStatistics().smoothed_input(x) is x
+    assert SiteStatistics().smoothed_output(x) is x
 
 
 def test_a_model_of_no_family_is_planned_without_groups() -> None:

@@ -21,4 +21,4 @@ def test_a_folder_of_an_encoder_decoder(name: str, tmp_path_factory: pytest.Temp
 
 
 def test_other_models() -> None:
-    assert accelpatch.plan(CAUSAL["llama"].make(), "exact").places == ()
+    assert accelpatch.plan(CAUSAL["llama"].make(), "exact").model_notes == ()

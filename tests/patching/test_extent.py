@@ -201,9 +201,9 @@ def test_one_wrong_output_of_the_head_is_found(channel: int, monkeypatch: pytest
 
 
 def test_parts_go_round_all_blocks_of_the_sites_of_a_kind() -> None:
-    assert [Extent().part(place == 0, place)["first"] % 4 for place in range(1, 6)] == [1, 2, 3, 0, 1]
-    assert Extent().part(True, 0)["every"] == 1
-    assert Extent(FULL).part(False, 3) == {}
+    assert [Extent().checked_part(place == 0, place)["first"] % 4 for place in range(1, 6)] == [1, 2, 3, 0, 1]
+    assert Extent().checked_part(True, 0)["every"] == 1
+    assert Extent(FULL).checked_part(False, 3) == {}
 
 
 def test_a_file_does_not_say_how_much_is_verified(saved: Path) -> None:

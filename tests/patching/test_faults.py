@@ -54,7 +54,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "verify": (stages, "site_errors"),
     "swap": (apply.Change, "apply"),
     "check": (stages, "compare_logits"),
-    "settle": (apply, "settle"),
+    "release": (apply, "release_originals"),
     "capture": (stages, "run"),
 }
 
@@ -68,7 +68,7 @@ def calls_of(model: nn.Module, recipe: str, stage: str) -> int:
     swaps = (
         places + 3 * classes + 3
     )  # a mark, a class and what looks at code each; and the model's runtime, handle and way to save
-    counts = {"build": len(plan.replaced), "verify": modules, "swap": swaps, "check": 1, "settle": 1, "capture": 2}
+    counts = {"build": len(plan.replaced), "verify": modules, "swap": swaps, "check": 1, "release": 1, "capture": 2}
     return counts[stage]
 
 

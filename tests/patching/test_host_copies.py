@@ -35,10 +35,10 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_copies, "LARGE", 1 << 12)
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException, step: str = "send") -> list[Any]:
+def failing(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException, step: str = "start_chunk") -> list[Any]:
     """The step after so many raises; the list fills with those that were begun."""
     begun: list[Any] = []
-    real = getattr(host_copies._Lane, step)
+    real = getattr(host_copies._DeviceCopier, step)
 
     def broken(self: Any, *given: Any) -> None:
         begun.append(given)
@@ -46,7 +46,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException, s
             raise error
         real(self, *given)
 
-    monkeypatch.setattr(host_copies._Lane, step, broken)
+    monkeypatch.setattr(host_copies._DeviceCopier, step, broken)
     return begun
 
 
@@ -170,7 +170,7 @@ def test_copies_lie_on_the_cpu_whatever_the_default_device_is() -> None:
 
 @pytest.mark.each_value
 @pytest.mark.usefixtures("as_on_a_device")
-@pytest.mark.parametrize("step", ["send", "land"])
+@pytest.mark.parametrize("step", ["start_chunk", "finish_chunk"])
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
 @pytest.mark.parametrize(
     "error",

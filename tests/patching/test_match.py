@@ -19,9 +19,9 @@ from tests.support.tiny import CAUSAL, snapshot, unique_bytes
 
 SITE = Site(
     "model.layers.3.self_attn.q_proj", nn.Linear(64, 32), "q_proj", ("Linear", "Module"), n=32, k=64,
-    places=("model.layers.3.self_attn.q_proj", "again.q"),
+    own_paths=("model.layers.3.self_attn.q_proj", "again.q"),
 )  # fmt: skip
-BARE = Site("model.rotary", nn.Identity(), "rotary", ("Identity", "Module"), places=("model.rotary",))
+BARE = Site("model.rotary", nn.Identity(), "rotary", ("Identity", "Module"), own_paths=("model.rotary",))
 
 
 @pytest.mark.parametrize(

@@ -176,13 +176,13 @@ def test_a_failed_patch_leaves_the_weights(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_interrupt_after_the_last_step_gives_the_weights_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     before = bits(model.state_dict())
-    settle = apply.settle
+    release_originals = apply.release_originals
 
     def interrupted(*args: Any) -> None:
-        settle(*args)
+        release_originals(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(apply, "settle", interrupted)
+    monkeypatch.setattr(apply, "release_originals", interrupted)
     with pytest.raises(KeyboardInterrupt):
         patched(model)
     assert not hasattr(model, "accelpatch")

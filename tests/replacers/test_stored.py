@@ -276,7 +276,7 @@ def test_reasons_call_one_module_of_each_kind() -> None:
         if isinstance(module, Linear8bitLt):
             module.register_forward_pre_hook(lambda *given: calls.append(given))
     plan = accelpatch.plan(model, "int8")
-    assert formula.reasons(formula.taken_over(plan)) == {}
+    assert formula.formula_reasons(formula.stored_sites(plan)) == {}
     assert calls == []  # without the user's hooks
     moved = [module for module in model.modules() if isinstance(module, Linear8bitLt) and module.weight.SCB is None]
     assert len(moved) == len({(m.out_features, m.in_features) for m in model.modules() if isinstance(m, Linear8bitLt)})

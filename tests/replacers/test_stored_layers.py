@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import accelpatch
 from accelpatch.device import KNOWN
-from accelpatch.replacers.stored import known
+from accelpatch.replacers.stored import stored_of
 from tests.support import stored
 from tests.support.stored import K_PROJ, Buffers, expected, fields, model_of
 
@@ -90,7 +90,7 @@ def test_long_blocks_are_planned_in_the_groups_that_they_become() -> None:
     state = module.weight.quant_state
     state.blocksize, state.shape, state.absmax = 256, torch.Size((512, 1024)), torch.ones(512 * 1024 // 256)
     weight.quant_state, module.weight = state, weight
-    found = known(module)
+    found = stored_of(module)
     assert found is not None
-    assert (found.words, found.options) == ("bitsandbytes nf4, blocks of 256", {"group_size": 64})
+    assert (found.format_name, found.options) == ("bitsandbytes nf4, blocks of 256", {"group_size": 64})
     assert found.weight(module).scale.shape == (512, 1024 // 64)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import accelpatch
-from accelpatch.patching.stored import move_, places
+from accelpatch.patching.stored import move_, tensor_entries
 from tests.support.stored import K_PROJ, expected, model_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -38,15 +38,19 @@ def logits(model: Any, name: str) -> Tensor:
 
 def devices(module: Any, but: Any = None) -> set[str]:
     """Of a module's tensors; those that another holds too stay where it is."""
-    shared = set() if but is None else {id(tensor) for _, _, tensor in places(but)}
-    return {tensor.device.type for _, _, tensor in places(module) if id(tensor) not in shared}
+    shared = set() if but is None else {id(tensor) for _, _, tensor in tensor_entries(but)}
+    return {tensor.device.type for _, _, tensor in tensor_entries(module) if id(tensor) not in shared}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_runs_and_comes_back_to_the_gpu(name: str) -> None:
     model = on_gpu(name)
     original = model.get_submodule(K_PROJ)
-    held = {id(tensor): tensor.clone() for _, _, tensor in places(original) if isinstance(tensor, torch.nn.Parameter)}
+    held = {
+        id(tensor): tensor.clone()
+        for _, _, tensor in tensor_entries(original)
+        if isinstance(tensor, torch.nn.Parameter)
+    }
     accelpatch.patch(model, "exact")
     assert model.accelpatch.report().verification.failures == []
     assert devices(original, model.get_submodule(K_PROJ)) <= {"cpu"}
@@ -57,7 +61,7 @@ def test_it_runs_and_comes_back_to_the_gpu(name: str) -> None:
     accelpatch.unpatch(model)
     assert model.get_submodule(K_PROJ) is original
     assert devices(original) == {"cuda"}
-    after = {id(tensor): tensor for _, _, tensor in places(original)}
+    after = {id(tensor): tensor for _, _, tensor in tensor_entries(original)}
     assert all(torch.equal(after[key], tensor) for key, tensor in held.items())
     torch.testing.assert_close(logits(model, name), expected(name)["logits"], rtol=0, atol=0.15)
 
@@ -78,13 +82,13 @@ def test_freed_originals_leave_their_memory(name: str) -> None:
     library = type(model.get_submodule(K_PROJ))
     originals = [module for module in model.modules() if isinstance(module, library)]
     layers = [weakref.ref(module) for module in originals]
-    tensors = [weakref.ref(tensor) for module in originals for _, _, tensor in places(module)]
+    tensors = [weakref.ref(tensor) for module in originals for _, _, tensor in tensor_entries(module)]
     del originals
     accelpatch.patch(model, "exact", keep_original="none")
     gc.collect()
     assert [layer() for layer in layers] == [None] * 7
     # codes that serve as they are stay
-    taken = {id(tensor) for module in model.modules() for _, _, tensor in places(module)}
+    taken = {id(tensor) for module in model.modules() for _, _, tensor in tensor_entries(module)}
     assert all(tensor() is None or id(tensor()) in taken for tensor in tensors)
     assert devices(model.get_submodule(K_PROJ)) == {"cuda"}
     assert not any(isinstance(module, library) for module in model.modules())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import accelpatch
 from accelpatch.errors import PatchError, PlanError
 from accelpatch.recipe.recipe import parse
-from accelpatch.replacers.stored import known
+from accelpatch.replacers.stored import stored_of
 from tests.support.stored import K_PROJ, model_of, state
 
 GPTQ, INT8, NF4 = "gptq-4bit-g32", "bnb-int8", "bnb-nf4"
@@ -192,8 +192,8 @@ def test_offloaded_weights_are_refused_and_planned() -> None:
 
 
 def test_plain_modules_are_not_known() -> None:
-    assert known(nn.Linear(4, 4)) is None
-    assert known(nn.Embedding(4, 4)) is None
+    assert stored_of(nn.Linear(4, 4)) is None
+    assert stored_of(nn.Embedding(4, 4)) is None
     wrapper: Any = type("Linear4bit", (nn.Module,), {"adapter_layer_names": ("lora_A",)})()
     wrapper.base_layer = nn.Linear(4, 4)
     plan = accelpatch.plan(nn.Sequential(wrapper), parse("extends: int8\nrules: [{name: head, match: {role: head}}]"))
