@@ -39,8 +39,10 @@ from .console import print_error
 
 
 class Commands(TyperGroup):
-    """Shows the errors that a user can cause as one line with an exit status; bugs keep their traceback. `bench kernel`
-    and `bench serve` are commands of their own: what follows `bench` is a model else."""
+    """Shows the errors that a user can cause as one line with an exit status; bugs keep their traceback.
+
+    `bench kernel` and `bench serve` are commands whose names have two words; any other word after `bench` is a model.
+    """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if " ".join(args[:2]) in (bench_kernel.NAME, bench_serve.NAME):

@@ -52,7 +52,7 @@ def bench(
     from accelpatch.bench.record import Setting
 
     network, shape = _network(model, dtype, device, random_weights), Shape(batch, prompt_tokens, new_tokens)
-    prompts.check_fits(network, shape.prompt, shape.new)  # of a model of the hub, whose configuration was not here
+    prompts.check_fits(network, shape.prompt, shape.new)  # _check may have had no configuration
     setting = Setting.of(network, model, "random" if random_weights else "checkpoint", shape, repeats, seconds)
     given: Any = {"recipe": recipe, "verify": verify}
     assistant, patch = partial(drafts.opened, draft, network, dtype, device, given), partial(options.patch, **given)
@@ -73,7 +73,7 @@ def _show(record: dict[str, Any], plot: Path | None, json: bool) -> None:
 
 
 def _check(model: str, plot: Path | None, tokens: int, random_weights: bool) -> None:
-    """Raise what is wrong with the arguments, before torch is imported."""
+    """Raise AccelpatchError for wrong arguments, before torch is imported."""
     from accelpatch.bench import plot as plots
     from accelpatch.checkpoints import target
     from accelpatch.models import precheck
@@ -100,8 +100,10 @@ def _network(name: str, dtype: str, device: str, random_weights: bool) -> Any:
 def _measure(
     network: Any, setting: Setting, patch: Callable[[Any], None], assistant: Callable[[], Any], json: bool
 ) -> dict[str, Any]:
-    """Measure the original, the read limit and, after a verified patch, the patched model, without drafts and with
-    those of `assistant()`, where it is one; returns the record."""
+    """Measure the original, the read limit and, after a verified patch, the patched model; returns the record.
+
+    assistant: makes the draft model, with which the patched model is measured again, or returns None.
+    """
     from accelpatch.bench import record
     from accelpatch.bench.generate import cached_bytes, measure_generate
     from accelpatch.bench.read_limit import read_limit
@@ -127,16 +129,16 @@ def _measure(
 
 @contextmanager
 def measuring(what: str) -> Iterator[Callable[[int, int, float | None], None]]:
-    """Context manager: yields the progress function of a measurement, which draws a bar on a terminal and says once,
-    there and in logs, how long the measurement will take."""
+    """Context manager: yields the progress function of a measurement, which draws a bar on a terminal and prints once
+    how long the measurement will take."""
     console.note(f"measuring {what}: warming up")
-    said = False
+    announced = False
     with console.progress_bars() as bar:
 
         def shown(done: int, total: int, left: float | None) -> None:
-            nonlocal said
-            if left and not said:
-                said = True
+            nonlocal announced
+            if left and not announced:
+                announced = True
                 console.note(f"measuring {what}: {(total - done) // 2} repetitions, about {left:.0f} s")
             if bar is not None:
                 bar(f"measuring {what}", done, total)

@@ -1,4 +1,4 @@
-"""``accelpatch bench kernel``: times a user's implementation of the linear operation beside ours and torch's."""
+"""``accelpatch bench kernel``: times a user's implementation of the linear operation against ours and torch's."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ def bench_kernel(
         Path, typer.Argument(exists=True, dir_okay=False, metavar="FILE", help="Python file, as for --plugin.")
     ],
     shapes: Annotated[
-        str, typer.Option(metavar="MODEL|NxK,...", help="Of weights: all of a catalog model or a folder, or listed.")
+        str,
+        typer.Option(metavar="MODEL|NxK,...", help="Weight shapes: a list, or a model or folder that has them."),
     ] = options.DEFAULT_MODEL,
     rows: Annotated[int, typer.Option(min=1, help="Rows of x.")] = 1,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     json: JsonOption = False,
 ) -> None:
-    """Time the implementations of linear layers that FILE adds, beside accelpatch's and torch's. Each is checked first;
-    the exit status is 1 where one is wrong."""
+    """Time the implementations of linear layers that FILE adds, against accelpatch's and torch's. Each is checked
+    first; the exit status is 1 if one is wrong."""
     listed = _listed(shapes)
     options.load_plugins([plugin])
     where = options.torch_device(device)
@@ -60,13 +61,13 @@ def bench_kernel(
 
 
 def _listed(text: str) -> list[tuple[int, int]]:
-    """The shapes of a list such as 4096x11008,576x1536; none where the text is no list."""
+    """The shapes (N, K) of a list such as 4096x11008,576x1536; none if the text is no such list."""
     found = [_SHAPE.fullmatch(part.strip()) for part in text.split(",")]
     return [(int(one[1]), int(one[2])) for one in found if one] if all(found) else []
 
 
 def _of_model(name: str) -> list[tuple[int, int]]:
-    """The shapes of a model's linear layers, each once. Raises AccelpatchError where it has none."""
+    """The distinct shapes (N, K) of a model's linear layers. Raises AccelpatchError if it has none."""
     from accelpatch import api
 
     sites = api.plan_from_config(name, {"rules": [{"match": {"name": "*"}, "replace": "keep"}]}).report().sites

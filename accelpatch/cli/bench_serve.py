@@ -1,4 +1,4 @@
-"""``accelpatch bench serve``: a load of many users on a running server."""
+"""``accelpatch bench serve``: measures a running server under the load of many users."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from .options import JsonOption
 
 NAME = "bench serve"
 RateOption = Annotated[
-    float | None, typer.Option(min=0.001, help="Arrivals a second, at random; default: when a user has its answer.")
+    float | None,
+    typer.Option(
+        min=0.001,
+        help="Mean requests a second, at random times; default: each user sends the next one after an answer.",
+    ),
 ]
 PromptsOption = Annotated[
-    Path | None, options.file_option(help="JSON lines with a prompt and max_tokens each, instead of drawn ones.")
+    Path | None, options.file_option(help="JSON lines, each with prompt and max_tokens; default: random prompts.")
 ]
 KeyOption = Annotated[
-    str | None, typer.Option(envvar="ACCELPATCH_API_KEY", help="Key that the server wants.", show_default=False)
+    str | None, typer.Option(envvar="ACCELPATCH_API_KEY", help="API key of the server.", show_default=False)
 ]
 PlotOption = Annotated[
     Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Also draw the times, such as load.png.")
@@ -27,11 +31,13 @@ PlotOption = Annotated[
 
 
 def bench_serve(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Of the server, such as http://127.0.0.1:8000.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="A server, such as http://127.0.0.1:8000.")],
     users: Annotated[int, typer.Option(min=1, help="Users: requests that are open at once.")] = 8,
     requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 100,
     rate: RateOption = None,
-    prompt_words: Annotated[str, typer.Option(metavar="N|N-M", help="Words of a prompt, from a range.")] = "16-64",
+    prompt_words: Annotated[
+        str, typer.Option(metavar="N|N-M", help="Words of a prompt, drawn from a range.")
+    ] = "16-64",
     new_tokens: Annotated[str, typer.Option(metavar="N|N-M", help="Tokens to ask for, drawn from a range.")] = "16-64",
     prompts: PromptsOption = None,
     model: Annotated[str | None, typer.Option(help="Name of the model; default: the server's first.")] = None,
@@ -67,7 +73,7 @@ def bench_serve(
 
 
 def _range(text: str, name: str) -> tuple[int, int]:
-    """Both ends of N or N-M. Raises BadParameter for what is neither."""
+    """(N, N) for N, (N, M) for N-M. Raises BadParameter for other text."""
     matched = re.fullmatch(r"([1-9][0-9]{0,6})(?:-([1-9][0-9]{0,6}))?", text)
     low, high = (int(matched[1]), int(matched[2] or matched[1])) if matched else (1, 0)
     if low > high:

@@ -1,4 +1,4 @@
-"""``accelpatch chat``: a conversation with a patched model, on a terminal or, a message a line, from stdin."""
+"""``accelpatch chat``: a conversation with a patched model, on a terminal, or from stdin with one message a line."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def chat(
 
 
 def _converse(conversation: Conversation, reader: Reader) -> bool:
-    """Answer messages until their end; whether any could not be answered."""
+    """Answer messages until there are no more; returns whether any could not be answered."""
     failed = False
     while True:
         try:
@@ -87,7 +87,7 @@ def _converse(conversation: Conversation, reader: Reader) -> bool:
         except AccelpatchError as error:
             console.print_error(str(error))
             failed = True
-        except KeyboardInterrupt:  # a second one, before the first could end the answer
+        except KeyboardInterrupt:  # a second Ctrl-C, before the first has ended the answer
             console.note("\n(interrupted; the message is forgotten)")
 
 
@@ -106,7 +106,7 @@ def _answer(conversation: Conversation, message: str) -> None:
 
 
 def _command(conversation: Conversation, name: str, rest: str) -> bool:
-    """Do what a line that begins with / says; False where that is to end."""
+    """Run a command (a line that begins with /); returns False for /exit."""
     if name == "/exit":
         return False
     if name == "/help":
@@ -117,7 +117,7 @@ def _command(conversation: Conversation, name: str, rest: str) -> bool:
     elif name == "/stats":
         _print_stats(conversation)
     elif name == "/adapter":
-        console.note(f"(answers are those of the adapter {conversation.take_adapter(rest.strip())} from here on)")
+        console.note(f"(answers are those of the adapter {conversation.set_adapter(rest.strip())} from here on)")
     elif name in ("/save", "/save!"):
         if not rest.strip():
             raise AccelpatchError(f"{name} needs the name of a file")

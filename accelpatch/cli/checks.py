@@ -1,4 +1,4 @@
-"""Checks of arguments that need neither torch nor a model, so that what is wrong is said at once."""
+"""Checks of arguments that need neither torch nor a model, so that errors show at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from accelpatch.errors import AccelpatchError, LoadError
 
-STATISTICS = "accelpatch_statistics"  # the key in the header of a file of `accelpatch calibrate`
+STATISTICS = "accelpatch_statistics"  # a key in the safetensors header of a file of `accelpatch calibrate`
 
 
 def text_of(file: Path) -> str:
@@ -40,9 +40,9 @@ def statistics(file: Path | None) -> Path | None:
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(min(size, 100_000_000)))
-        known = STATISTICS in header.get("__metadata__", {})
+        valid = STATISTICS in header.get("__metadata__", {})
     except (OSError, ValueError, AttributeError, TypeError):
-        known = False
-    if not known:
+        valid = False
+    if not valid:
         raise LoadError(f"{file} cannot be read as statistics: `accelpatch calibrate` writes such a file")
     return file

@@ -1,4 +1,4 @@
-"""A conversation with a model: its messages, what of them the context holds, and the file that they are saved in."""
+"""A conversation with a model: its messages, which of them fit the context, and the file that they are saved in."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .generation import Answer, Sampling
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHARE = 4  # at least one part in so many of the context is kept free for an answer, where the answer may be as long
+SHARE = 4  # an answer is given room for 1/SHARE of the context, or its own limit if that is less
 
 
 class Conversation:
     """Messages to and from a loaded model, the system message first where there is one.
 
-    messages: all of them, those too that the context no longer holds. dropped: how many those were at the last answer.
-    used: tokens of the context after it. limit: those that the context has, or None.
+    messages: all of them, also those that no longer fit the context. dropped: how many did not fit at the last answer.
+    used: tokens of the context in use after it. limit: the context's length in tokens, or None.
     """
 
     def __init__(self, loaded: Any, sampling: Sampling, system: str | None = None):
@@ -43,8 +43,8 @@ class Conversation:
         """Forget all but the system message."""
         self.messages, self.last, self.used, self.dropped = list(self._system), None, 0, 0
 
-    def take_adapter(self, name: str) -> str:
-        """Make another adapter the active one; its name. Raises AccelpatchError where there is none so called."""
+    def set_adapter(self, name: str) -> str:
+        """Make another adapter the active one; returns its name. Raises AccelpatchError if there is no such adapter."""
         known = list(getattr(self._loaded.model, "peft_config", {}))
         if name not in known:
             listed = f"there are {', '.join(known)}" if known else "give some by --adapter"
@@ -53,41 +53,41 @@ class Conversation:
         return name
 
     def answer(self, text: str, write: Callable[[str], None], interrupted: Callable[[], bool]) -> Answer:
-        """Answer a message; both are then part of the conversation, an interrupted answer as far as it came.
+        """Answer a message, and add both to the conversation; of an interrupted answer the part that was generated.
 
-        Raises AccelpatchError, with the conversation as it was, for a message that the context cannot hold.
+        Raises AccelpatchError, and leaves the conversation as it was, for a message that does not fit the context.
         """
-        asked = [*self.messages, prompts.message("user", text)]
-        ids, self.dropped = self._fitting(asked)
+        messages = [*self.messages, prompts.message("user", text)]
+        ids, self.dropped = self._encode_fitting(messages)
         chosen = self._sampling
         if self.limit is not None:
             chosen = replace(chosen, max_new_tokens=min(self.limit - ids.shape[1], chosen.max_new_tokens))
         answer = generation.answer(self._loaded, ids.to(self._loaded.model.device), chosen, write, interrupted)
-        self.messages = [*asked, prompts.message("assistant", answer.text)]
+        self.messages = [*messages, prompts.message("assistant", answer.text)]
         self.last, self.used = answer, ids.shape[1] + answer.tokens
         return answer
 
-    def _fitting(self, messages: list[prompts.Message]) -> tuple[Tensor, int]:
-        """Ids [1, L] of a conversation without its oldest questions and answers that the context has no room for, and
-        the number of those messages."""
+    def _encode_fitting(self, messages: list[prompts.Message]) -> tuple[Tensor, int]:
+        """Ids [1, L] of the messages that fit the context, and the number of messages that were dropped: pairs of
+        question and answer, the oldest first."""
         first, dropped = len(self._system), 0
         while True:
             kept = [*messages[:first], *messages[first + dropped :]]
             ids = prompts.encode_messages(self._loaded.tokenizer, kept)
             if self.limit is None:
                 return ids, dropped
-            last = len(kept) == first + 1
-            room = 1 if last else min(self._sampling.max_new_tokens, self.limit // SHARE)
+            only_question = len(kept) == first + 1
+            room = 1 if only_question else min(self._sampling.max_new_tokens, self.limit // SHARE)
             if ids.shape[1] + room <= self.limit:
                 return ids, dropped
-            if last:
+            if only_question:
                 raise AccelpatchError(
                     f"the message is {ids.shape[1]} tokens long, and the model's context {self.limit}: shorten it"
                 )
             dropped += 2
 
     def save(self, path: Path, *, replace: bool) -> None:
-        """Write the messages as JSON, all or nothing. replace: whether over a file that is there.
+        """Write the messages as JSON, all or nothing. replace: whether to overwrite an existing file.
 
         Raises AccelpatchError where it cannot be written.
         """

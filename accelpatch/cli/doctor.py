@@ -13,8 +13,8 @@ import typer
 from . import console, doctor_env, doctor_fault, facts
 from .options import JsonOption
 
-# What each optional package or compiler is needed for; shown where it is missing.
-GIVES = {
+# What each optional package or compiler is needed for; shown if it is missing.
+NEEDED_FOR = {
     "g++": "compiling kernels for this CPU where accelpatch came without them (Debian: apt install g++)",
     "clang++": "compiling kernels for AMD GPUs where hipcc is missing",
     "hipcc": "compiling kernels for AMD GPUs (part of ROCm)",
@@ -27,7 +27,7 @@ GIVES = {
 COMPILERS = ("g++", "clang++", "hipcc", "nvcc")
 PACKAGES = ("triton", "peft", "trl", "matplotlib")
 REQUIRED = ("accelpatch", "transformers", "accelerate", "safetensors", "gguf")
-# Variables that change what accelpatch, torch or transformers do; shown where they are set.
+# Variables that change what accelpatch, torch or transformers do; shown if they are set.
 VARIABLES = (
     "ACCELPATCH_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS",
     "TRANSFORMERS_VERBOSITY", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
@@ -54,7 +54,7 @@ def doctor(context: typer.Context, json: JsonOption = False) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """All facts as plain data, gathered in parallel; none is waited for longer than ``facts.PATIENCE`` seconds."""
+    """All facts as plain data, gathered in parallel; each takes at most ``facts.TIMEOUT`` seconds."""
     with ThreadPoolExecutor(max_workers=2 + len(COMPILERS)) as pool:
         torch = pool.submit(facts.torch_facts)
         cache = pool.submit(facts.cache_facts)
@@ -92,7 +92,7 @@ def _lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     if "cpu_kernels" in torch:
         lines.append(("cpu kernels", torch["cpu_kernels"]))
     for group in ("compilers", "optional"):
-        lines += [(name, text or f"missing; needed for {GIVES[name]}") for name, text in found[group].items()]
+        lines += [(name, text or f"missing; needed for {NEEDED_FOR[name]}") for name, text in found[group].items()]
     if "problem" in cache:
         lines.append(("cache", f"problem: {cache['problem']}"))
     else:

@@ -16,7 +16,7 @@ from .options import JsonOption
 if TYPE_CHECKING:
     from accelpatch.doctor.environment import Row
 
-KIND, KEY, FILE = "environment", "advised", "env.sh"  # of the file in the cache folder
+KIND, KEY, FILE = "environment", "advised", "env.sh"  # cache entry and name of the file with the exports
 SET_HELP = "Write the advised exports to a file in the cache folder, and print the line that sources it."
 RESET_HELP = "Remove that file, and print the lines that undo in this shell what it set."
 TopicOption = Annotated[
@@ -71,7 +71,7 @@ def env(
 
 
 def _device(arch: str | None) -> tuple[str, str, str]:
-    """Name, vendor and arch of the GPU of an arch; without one, of this machine's first GPU, or else of the CPU."""
+    """Name, vendor and arch: of a GPU of the given arch; without one of this machine's first GPU, else of the CPU."""
     from accelpatch import device
 
     if arch == "cpu":

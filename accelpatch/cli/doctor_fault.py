@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from accelpatch.doctor.fault import Found
     from accelpatch.doctor.fault_logs import Fault
 
-# What follows the program's name is the program's, even if it looks like one of our options.
+# Everything after the program's name is passed to the program, even if it looks like one of our options.
 CONTEXT = {"allow_interspersed_args": False}
 ProgramArgument = Annotated[
     list[str] | None, typer.Argument(metavar="COMMAND [ARGS]", help="The program and its own arguments.")
@@ -27,13 +27,14 @@ OutOption = Annotated[
 ]
 VendorOption = Annotated[
     Literal["auto", "amd", "nvidia", "cpu"],
-    typer.Option("--vendor", help="Whose settings to use; auto: those of this machine's GPU."),
+    typer.Option("--vendor", help="Vendor of the GPU, for the settings; auto: of this machine's."),
 ]
 NoToolOption = Annotated[
-    bool, typer.Option("--no-tool", help="Use settings alone, without the debug agent or compute-sanitizer.")
+    bool, typer.Option("--no-tool", help="Only set variables; no debug agent or compute-sanitizer.")
 ]
 CachingOption = Annotated[
-    bool, typer.Option("--caching", help="Keep torch's caches of memory, which captured graphs need; it finds less.")
+    bool,
+    typer.Option("--caching", help="Keep torch's memory caching, which graph capture needs; fewer faults are found."),
 ]
 TimeoutOption = Annotated[
     float | None, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="Stop the program after this time.")
@@ -54,9 +55,9 @@ def fault(
     logs: LogOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Run a program with serialised launches and without caches of memory, and name the kernel that faults.
+    """Run a program with serialised launches and without memory caching, and name the kernel that faults.
 
-    On AMD it runs under ROCm's debug agent, on NVIDIA under compute-sanitizer, where they are. What the program prints
+    On AMD it runs under ROCm's debug agent, on NVIDIA under compute-sanitizer, if installed. What the program prints
     goes to stderr, and it reads no input. The exit status is 1 where the program failed or a fault was found,
     and 0 after --log.
     """

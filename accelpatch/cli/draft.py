@@ -24,18 +24,21 @@ DraftOption = Annotated[
 ]  # fmt: skip
 
 
-def check(name: str | None, without: Mapping[str, Any]) -> None:
-    """Raise LoadError for a draft model that is none, and BadParameter where an option in `without` is given too."""
+def check(name: str | None, conflicting: Mapping[str, Any]) -> None:
+    """Raise LoadError for a draft model that cannot be found, and BadParameter if a conflicting option is given too.
+
+    conflicting: name -> value of options that cannot be combined with --draft.
+    """
     if name is None:
         return
-    for option, given in without.items():
+    for option, given in conflicting.items():
         if given:
             raise typer.BadParameter(f"goes without {option}", param_hint="--draft")
     options.check_name(name)
 
 
 def opened(name: str | None, network: Any, dtype: str, device: str, patch: Mapping[str, Any]) -> Any:
-    """The draft model for `network`, patched; None for no name. Raises AccelpatchError for another vocabulary.
+    """The draft model for `network`, patched; None if `name` is None. Raises AccelpatchError for another vocabulary.
 
     patch: the recipe and the verification, as `options.open_patched` takes them.
     """
@@ -51,7 +54,7 @@ def opened(name: str | None, network: Any, dtype: str, device: str, patch: Mappi
 
 
 def check_vocabulary(name: str, found: Any, network: Any) -> None:
-    """Raise AccelpatchError where a draft model has another vocabulary than the model that it drafts for."""
+    """Raise AccelpatchError if the vocabularies of the draft model (`found`) and of `network` differ in size."""
     sizes = [one.config.get_text_config(decoder=True).vocab_size for one in (found, network)]
     if sizes[0] != sizes[1]:
         raise AccelpatchError(
@@ -61,7 +64,7 @@ def check_vocabulary(name: str, found: Any, network: Any) -> None:
 
 
 def facts(report: Report) -> list[tuple[str, str]]:
-    """The summary's row about drafts, where some were checked, or could not be."""
+    """The summary's row about drafts: how many were accepted, or why transformers' own loop ran; none without drafts."""
     from accelpatch.report import DRAFT_CHECKS, DRAFTED, DRAFTS_ACCEPTED, NO_DRAFTS
 
     paths = report.paths

@@ -1,4 +1,4 @@
-"""``accelpatch eval``: how far a patched model departs from the original on a text that the user gives."""
+"""``accelpatch eval``: compares a patched model with the original on a text."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from .options import DeviceOption, DtypeOption, JsonOption, PluginOption, Recipe
 
 CHAPTER = Path(__file__).with_name("alice.txt")
 TITLE = "Lewis Carroll, Alice's Adventures in Wonderland (1865), chapter 1"  # in the public domain
-ENOUGH = 1000  # predicted tokens: the standard error of an agreement of 70% is then 1.5%, and of 185 tokens 3.4%
+MIN_TOKENS = (
+    1000  # fewer give a warning: the standard error of an agreement of 70% is then 1.5%, and of 185 tokens 3.4%
+)
 
 
 DataOption = Annotated[
     Path | None,
     options.file_option(callback=checks.text_file, help="UTF-8 text to calibrate on; default: the model's own."),
 ]
-WindowOption = Annotated[int, typer.Option(min=2, help="Tokens that the model sees at once.")]
+WindowOption = Annotated[int, typer.Option(min=2, help="Tokens of one forward, the context included.")]
 StrideOption = Annotated[int | None, typer.Option(min=1, help="Tokens from window to window; default: its length.")]
-TasksOption = Annotated[str | None, typer.Option(help="Tasks of lm-evaluation-harness too, by commas.")]
+TasksOption = Annotated[str | None, typer.Option(help="Also tasks of lm-evaluation-harness, separated by commas.")]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="Samples of each task; default: all.")]
 
 
@@ -64,14 +66,14 @@ def evaluate(
 
 
 def _ids(loaded: Any, words: str, source: str, most: int) -> tuple[Any, Any]:
-    """The tokenizer, and ids[1, at most `most`] of a text; a warning where they are few."""
+    """The tokenizer, and ids[1, at most `most`] of a text; prints a warning for fewer than MIN_TOKENS."""
     from . import prompt as prompts
 
     tokenizer = prompts.tokenizer_of(loaded)
     ids = prompts.encode(tokenizer, words, chat=False, option="--text")[:, :most]
-    if 1 < (tokens := ids.shape[1]) <= ENOUGH:
+    if 1 < (tokens := ids.shape[1]) <= MIN_TOKENS:
         console.warning(
-            f"{source} has {tokens} tokens, and figures of fewer than {ENOUGH} say little: give a longer text, or none"
+            f"{source} has {tokens} tokens, and figures of fewer than {MIN_TOKENS} say little: give a longer text, or none"
         )
     return tokenizer, ids
 

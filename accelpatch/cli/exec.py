@@ -73,17 +73,17 @@ def execute(
 
 
 class Outcomes:
-    """What became of each model of a script, in the order in which it did."""
+    """A line for each model of a script: how it was patched, or why it was not; in the order of these events."""
 
     def __init__(self) -> None:
-        self._lines: list[tuple[Any, str]] = []  # a weak reference to the model, and what became of it
+        self._lines: list[tuple[Any, str]] = []  # a weak reference to the model, and its line
 
     def left(self, model: Any, reason: str) -> None:
-        """Add a model that is left or unpatched, and why."""
+        """Add a model that stays unpatched, or was unpatched, and why."""
         self._lines.append((weakref.ref(model), f"{type(model).__name__} {reason}"))
 
     def patched(self, model: Any) -> None:
-        """Add a model that was patched; that it was left until then is no news any more."""
+        """Add a model that was patched; earlier lines about it are dropped."""
         self._lines = [(ref, line) for ref, line in self._lines if ref() is not model]
         self._lines.append((weakref.ref(model), _line(model)))
 

@@ -16,7 +16,8 @@ Formats = Literal["compressed-tensors", "gptq", "awq", "fp8", "gguf"]
 def export(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder that `accelpatch quantize` wrote.")],
     to: Annotated[
-        Formats, typer.Option("--to", help="What vLLM, SGLang, transformers or llama.cpp read, without accelpatch.")
+        Formats,
+        typer.Option("--to", help="A format that vLLM, SGLang, transformers or llama.cpp read without accelpatch."),
     ],
     out: Annotated[
         Path | None,
@@ -25,7 +26,7 @@ def export(
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest weight file, such as 2GB.")] = "5GB",
     json: JsonOption = False,
 ) -> None:
-    """Write the patched model in DIR in a format of others; refused with the reason where it cannot be."""
+    """Write the patched model in DIR in a format of other programs; an error says why if that is not possible."""
     from accelpatch.checkpoints import target
     from accelpatch.models import precheck
 

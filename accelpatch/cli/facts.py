@@ -1,6 +1,6 @@
-"""Facts about the installation for ``doctor``: each function returns within ``PATIENCE`` seconds and never raises.
+"""Facts about the installation for ``doctor``: each function returns within ``TIMEOUT`` seconds and never raises.
 
-Queries that could hang or crash (a driver, a broken torch) run in a process of their own.
+Queries that could hang or crash (a driver, a broken torch) run in a separate process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from accelpatch import device
 from accelpatch.errors import AccelpatchError
 
-PATIENCE = 8.0
+TIMEOUT = 8.0  # seconds
 MARK = "accelpatch-facts:"  # prefix of our line: drivers print to stdout too
 
 
@@ -40,17 +40,17 @@ def version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        # run from a folder; or ROCm's Triton, which is installed under another name than it is imported by
+        # not installed but on sys.path, or ROCm's Triton, whose distribution has another name than its module
         return "of unknown version" if importlib.util.find_spec(package) else None
 
 
 def compiler(name: str) -> str | None:
-    """The path of a compiler, found as builds find it, and the line of its ``--version`` that names it; or None."""
+    """The path of the compiler that builds would use, with the line of ``--version`` that has its version; or None."""
     path = device.compilers()[name]
     if path is None:
         return None
     try:
-        answer = ask([path, "--version"], PATIENCE / 2)
+        answer = ask([path, "--version"], TIMEOUT / 2)
     except OSError as error:
         return f"{path}, which does not start: {error}"
     if answer is None:
@@ -74,13 +74,13 @@ def cache_facts() -> dict[str, Any]:
 
 
 def torch_facts() -> dict[str, Any]:
-    """torch's version, build, threads, devices and the CPU's kernels; or {"problem": message}."""
+    """torch's version, build, threads and devices, and where the CPU kernels come from; or {"problem": message}."""
     try:
-        answer = ask([sys.executable, "-m", "accelpatch.cli.facts"], PATIENCE)
+        answer = ask([sys.executable, "-m", "accelpatch.cli.facts"], TIMEOUT)
     except OSError as error:
         return {"problem": str(error)}
     if answer is None:
-        return {"problem": f"importing torch and listing its devices took over {PATIENCE:.0f} s; is a driver stuck?"}
+        return {"problem": f"importing torch and listing its devices took over {TIMEOUT:.0f} s; is a driver stuck?"}
     status, out, error_text = answer
     for line in out.splitlines():
         if line.startswith(MARK):

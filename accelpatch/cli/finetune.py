@@ -17,12 +17,15 @@ from .options import JsonOption
 DEFAULT_OUT = Path("finetuned")
 
 ModelArgument = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="As elsewhere; default: the configuration's, smollm2-135m.")
+    str | None, typer.Argument(metavar="MODEL", help="Catalog name, folder or hub id; default: the configuration's.")
 ]
 ConfigOption = Annotated[
     str | None,
     typer.Option(
-        "--config", "-c", metavar="NAME|FILE", help="Bundled, or a YAML file; default: lora with --data, else puzzles."
+        "--config",
+        "-c",
+        metavar="NAME|FILE",
+        help="Bundled one, or a YAML file; default: lora with --data, else puzzles.",
     ),
 ]
 DataOption = Annotated[
@@ -98,11 +101,11 @@ def _settings(
     config: str | None, model: str | None, data: Path | None, evaluation: Path | None, recipe: str | None,
     given: list[str] | None,
 ) -> Any:  # fmt: skip
-    """The configuration that the options ask for."""
+    """The configuration, with the values that options give."""
     from accelpatch.training import configuration
 
-    usual = configuration.DEFAULT if data is None else configuration.WITH_DATA
-    found = configuration.load(config or usual)
+    default = configuration.DEFAULT if data is None else configuration.WITH_DATA
+    found = configuration.load(config or default)
     named = {
         "model": model, "recipe": recipe, "data.file": None if data is None else str(data),
         "data.evaluation": None if evaluation is None else str(evaluation),
@@ -115,7 +118,7 @@ def _settings(
 
 
 def _check(wanted: Any, out: Path, overwrite: bool) -> None:
-    """Say what is wrong with packages, data, folder and model before torch is imported."""
+    """Raise an error for wrong packages, data, folder or model, before torch is imported."""
     from accelpatch.checkpoints import target
     from accelpatch.training import prepare
 
@@ -129,7 +132,7 @@ def _check(wanted: Any, out: Path, overwrite: bool) -> None:
 
 @contextmanager
 def interruptible(out: Path) -> Iterator[None]:
-    """Context manager: says at an interrupt what is kept."""
+    """Context manager: an interrupt prints which checkpoint is kept, and exits with status 130."""
     try:
         yield
     except KeyboardInterrupt:

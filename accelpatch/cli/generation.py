@@ -16,15 +16,18 @@ from . import prompt as prompts
 if TYPE_CHECKING:
     from torch import Tensor
 
-RATE_TOKENS = 64  # new tokens that a rate needs
+RATE_TOKENS = 64  # the fewest new tokens from which a rate is computed
 WARM_UP_TOKENS = 8
-MOST_SECONDS = 30.0  # of a measurement
+MAX_SECONDS = 30.0  # time limit of a measurement
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. temperature 0: greedily. top_p, top_k: None for the model's own. stops: texts before which
-    an answer ends. draft: the model that drafts tokens, or None."""
+    """How tokens are sampled.
+
+    temperature: 0 decodes greedily. top_p, top_k: None for the model's own. stops: texts before which an answer ends.
+    draft: the model that drafts tokens, or None.
+    """
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -54,7 +57,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None
 def sampling(
     max_new_tokens: int, temperature: float, top_p: float | None, top_k: int | None, seed: int, stop: Sequence[str]
 ) -> Sampling:
-    """The values of a command's options. Raises BadParameter for those that cannot be, or contradict each other."""
+    """Sampling by a command's options. Raises BadParameter for values out of range or that contradict each other."""
     if temperature != 0 and not 0.001 <= temperature <= 100:
         raise typer.BadParameter(f"{temperature} is neither 0 nor from 0.001 to 100", param_hint="--temperature")
     if top_p is not None and not 0 < top_p <= 1:
@@ -69,12 +72,12 @@ def sampling(
 
 
 class Stopped(Exception):
-    """Raised by a streamer: ``generate()`` ends here. Nothing but a streamer leaves its fast paths as they are."""
+    """Raised by a streamer to end ``generate()``. Stopping criteria would not run on the fast paths."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """New tokens per second, from the first to the last; None where they were not measured, and `why_not`."""
+    """New tokens per second, from the first to the last; None if not measured, for the reason `why_not`."""
 
     per_second: float | None
     why_not: str = ""
@@ -85,9 +88,10 @@ class Rate:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a prompt. tokens: their number; ended: "end" (by the model), "length", "stop" or "interrupted".
+    """The answer to a prompt.
 
-    seconds: from the first new token to the last.
+    tokens: their number. ended: "end" (by the model), "length", "stop" or "interrupted". seconds: from the first new
+    token to the last.
     """
 
     text: str
@@ -97,13 +101,13 @@ class Answer:
 
     @property
     def rate(self) -> Rate:
-        """The rate of a long answer."""
+        """The rate, not measured for a short answer."""
         if self.tokens < RATE_TOKENS:
             return Rate(None, f"the answer is shorter than {RATE_TOKENS} tokens")
         return Rate((self.tokens - 1) / self.seconds)
 
     def empty_because(self, template_left_out: bool = False) -> str | None:
-        """Why there is nothing to read; None where there is. template_left_out: whether the model has one."""
+        """Why the answer has no text; None if it has some. template_left_out: whether a chat template was not used."""
         if self.text.strip():
             return None
         if self.ended == "stop":
@@ -126,7 +130,7 @@ def answer(
     write: Callable[[str], None],
     interrupted: Callable[[], bool] | None = None,
 ) -> Answer:
-    """Continue ids [1, L]; `write` gets the text as it comes. interrupted: asked at each token whether to stop."""
+    """Continue ids [1, L]; `write` gets the text as it comes. interrupted: called at each token, True ends it."""
     import torch
 
     stream = TextStream(loaded.tokenizer, write, chosen.stops, interrupted)
@@ -144,16 +148,16 @@ def answer(
 
 
 def measured_rate(model: Any, ids: Tensor) -> Rate:
-    """The rate of ``generate()`` after ids [1, L], greedy, for RATE_TOKENS tokens, after a warm-up of a few."""
+    """The rate of greedy ``generate()`` for RATE_TOKENS tokens after the prompt ids [1, L], after a warm-up call."""
     limit = prompts.context_length(model)
     if limit is not None and ids.shape[1] + RATE_TOKENS > limit:
         return Rate(None, f"the context of {limit} has no room for {RATE_TOKENS} more tokens")
     begin = time.perf_counter()
-    _timed(model, ids, Timer(WARM_UP_TOKENS, begin + MOST_SECONDS))
-    timer = Timer(RATE_TOKENS, begin + MOST_SECONDS)
+    _timed(model, ids, Timer(WARM_UP_TOKENS, begin + MAX_SECONDS))
+    timer = Timer(RATE_TOKENS, begin + MAX_SECONDS)
     _timed(model, ids, timer)
     if timer.count < RATE_TOKENS:
-        return Rate(None, f"{RATE_TOKENS} tokens take over {MOST_SECONDS:.0f} s")
+        return Rate(None, f"{RATE_TOKENS} tokens take over {MAX_SECONDS:.0f} s")
     return Rate((timer.count - 1) / timer.seconds)
 
 
@@ -169,14 +173,14 @@ def _timed(model: Any, ids: Tensor, timer: Timer) -> None:
 
 
 class Timer:
-    """A streamer for ``generate()``: counts new tokens, up to so many and until a time of perf_counter.
+    """A streamer for ``generate()``: counts new tokens, and raises Stopped at a count or a time of perf_counter.
 
-    seconds: from the first to the last. The first ``put`` is the prompt.
+    seconds: from the first new token to the last. The first ``put`` is the prompt.
     """
 
-    def __init__(self, most: float = math.inf, until: float = math.inf):
+    def __init__(self, max_count: float = math.inf, deadline: float = math.inf):
         self.count, self.seconds = 0, 0.0
-        self._most, self._until = most, until
+        self._max_count, self._deadline = max_count, deadline
         self._prompt_seen, self._first = False, 0.0
 
     def put(self, ids: Tensor) -> None:
@@ -187,7 +191,7 @@ class Timer:
         if not self.count:
             self._first = now
         self.count, self.seconds = self.count + ids.numel(), now - self._first
-        if self.count >= self._most or now > self._until:
+        if self.count >= self._max_count or now > self._deadline:
             raise Stopped
 
     def end(self) -> None:
@@ -195,10 +199,10 @@ class Timer:
 
 
 class TextStream(Timer):
-    """A streamer for ``generate()``: calls ``write`` with new text, once every byte of its characters has arrived.
+    """A streamer for ``generate()``: calls ``write`` with new text, once all bytes of its characters are there.
 
-    ``text`` is the answer so far. It ends before the first of the texts `stops`: what could be the beginning of one is
-    held back. interrupted: asked at each token whether the answer ends there.
+    ``text`` is the answer so far. It ends before the first of the texts `stops`; text that may be the beginning of one
+    is not written before the next token decides. interrupted: called at each token, True ends it.
     """
 
     def __init__(
@@ -217,7 +221,7 @@ class TextStream(Timer):
             return
         self.tokens += ids.reshape(-1).tolist()
         text = self._decode()
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        found = [index for stop in self._stops if (index := text.find(stop)) >= 0]
         if found:
             self._show(text[: min(found)])
             raise Stopped("stop")
@@ -225,8 +229,8 @@ class TextStream(Timer):
             self._show(text)
             raise Stopped("interrupted")
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            begun = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
-            self._show(text[: len(text) - max(begun, default=0)])
+            partial = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+            self._show(text[: len(text) - max(partial, default=0)])
 
     def end(self) -> None:
         self._show(self._decode())

@@ -1,4 +1,4 @@
-"""``accelpatch merge``: a model and its adapters as one model, in its floats or patched, in a folder."""
+"""``accelpatch merge``: adds adapters to a model's weights and saves the result, as floats or patched."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .options import DeviceOption, DtypeOption, JsonOption, PluginOption
 
 OutOption = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="New folder; written all or nothing.")]
 RecipeOption = Annotated[
-    str | None, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Save it patched; default: in its floats.")
+    str | None,
+    typer.Option("--recipe", "-r", metavar="NAME|FILE", help="Save it patched by this recipe; default: as floats."),
 ]
 
 

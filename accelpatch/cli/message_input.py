@@ -1,4 +1,4 @@
-"""Reads the messages of a conversation from a terminal or from lines of stdin, and sees Ctrl-C during an answer."""
+"""Reads the messages of a conversation from a terminal or from lines of stdin, and notices Ctrl-C during an answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accelpatch.errors import AccelpatchError
 
 from . import console
 
-FENCE = '"""'  # alone on a line: the message goes on to the next one
+FENCE = '"""'  # a line of only this begins or ends a message of several lines
 
 
 class Ended(Exception):
@@ -28,7 +28,7 @@ class Reader:
                 import readline  # noqa: F401  # input() uses it once it is imported
 
     def message(self) -> str:
-        """The next message, of several lines where it says so. Raises Ended after the last, or at Ctrl-D."""
+        """The next message, of one line or several. Raises Ended after the last one."""
         while True:
             try:
                 return self._message()
@@ -59,23 +59,23 @@ class Reader:
         return "\n".join(lines)
 
     def _until(self, last: Callable[[str], bool]) -> Iterator[str]:
-        """Lines up to the last one or the end of the input, without that one."""
+        """The lines before the first one for which `last` is true, or before the end of the input."""
         with contextlib.suppress(EOFError):
             while not last(line := self._line(". ")):
                 yield line
 
     def _line(self, prompt: str) -> str:
-        """A line without its end. Raises EOFError behind the last one, and UnicodeError for bytes that are no text."""
+        """A line without its newline. Raises EOFError after the last one, and UnicodeError if it is not UTF-8."""
         line = f"{input(prompt)}\n" if self._terminal else sys.stdin.readline()
         if not line:
             raise EOFError
-        line.encode()  # bytes that are no text may have become surrogates
+        line.encode()  # raises for surrogates: bytes that were not UTF-8
         return line.rstrip("\r\n")
 
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """Yields a function that says whether Ctrl-C was pressed; a second time raises KeyboardInterrupt as ever."""
+    """Yields a function that returns whether Ctrl-C was pressed; the second Ctrl-C raises KeyboardInterrupt."""
     pressed = False
 
     def press(number: int, frame: object) -> None:

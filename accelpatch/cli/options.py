@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_RECIPE = "int8"
-DRIVERS = ("nvidiactl", "kfd", "nvhost-gpu", "nvgpu", "dxg")  # NVIDIA, AMD, NVIDIA's boards, Windows' Linux
+DRIVERS = ("nvidiactl", "kfd", "nvhost-gpu", "nvgpu", "dxg")  # in /dev: NVIDIA, AMD, NVIDIA Jetson (two), WSL
 _ORIGINAL = "{} is a saved patched model, and this needs the original: give the float checkpoint"
 _OWN_RECIPE = "{} is a saved patched model, which has its recipe: leave out --recipe"
 
@@ -28,8 +28,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def _device(text: str) -> str:
-    """The value of ``--device``. Raises, without torch, BadParameter for what is no device, and LoadError for a GPU
-    where torch is a build for the CPU."""
+    """The value of ``--device``, checked without importing torch. Raises BadParameter for text that is no device, and
+    LoadError for a GPU if torch is a build for the CPU or there is no driver."""
     if not re.fullmatch(r"auto|(cpu|cuda)(:[0-9]{1,2})?", text):
         raise typer.BadParameter(f"{text!r} is not supported; use auto, cpu, cuda or cuda:N", param_hint="--device")
     if text.startswith("cuda") and (version := facts.version("torch") or "").endswith("+cpu"):
@@ -43,7 +43,7 @@ def _device(text: str) -> str:
 
 
 def file_option(*names: str, **settings: Any) -> Any:
-    """An option that names a file, which must be there."""
+    """An option that names an existing file."""
     return typer.Option(*names, exists=True, dir_okay=False, metavar="FILE", **settings)
 
 
@@ -59,7 +59,7 @@ PluginOption = Annotated[
 ]
 StatisticsOption = Annotated[
     Path | None,
-    file_option(callback=checks.statistics, help="Of `accelpatch calibrate`, for recipes that need some."),
+    file_option(callback=checks.statistics, help="File of `accelpatch calibrate`, for recipes that need statistics."),
 ]
 DeviceOption = Annotated[
     str,
@@ -69,14 +69,17 @@ DeviceOption = Annotated[
 ]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Load the model's weights in this dtype.")]
 OwnRecipeOption = Annotated[
-    str | None, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="As elsewhere; default: int8.")
+    str | None,
+    typer.Option(
+        "--recipe", "-r", metavar="NAME|FILE", help="Name of a bundled recipe, or a YAML file; default: int8."
+    ),
 ]
 SystemOption = Annotated[str | None, typer.Option(metavar="TEXT", help="A system message before the conversation.")]
 MaxNewTokensOption = Annotated[int, typer.Option(min=1, help="Generate at most this many tokens an answer.")]
 TemperatureOption = Annotated[float, typer.Option(help="Sampling temperature; 0 decodes greedily.")]
 TopPOption = Annotated[
     float | None,
-    typer.Option(help="Sample from the likeliest tokens of this probability; default: the model's."),
+    typer.Option(help="Sample from the likeliest tokens of this total probability; default: the model's."),
 ]
 TopKOption = Annotated[
     int | None, typer.Option(min=0, help="Sample from this many likeliest tokens, 0: all; default: the model's.")
@@ -88,12 +91,15 @@ StopOption = Annotated[
 ]
 VerifyOption = Annotated[
     Literal["auto", "full", "quick", "off"],
-    typer.Option("--verify", help="How much is verified: all with all samples, the first of each kind, or nothing."),
+    typer.Option(
+        "--verify",
+        help="How much is verified: every replacement (auto, full), one of each kind, or nothing.",
+    ),
 ]
 AdapterOption = Annotated[
     list[Path] | None,
     typer.Option(
-        "--adapter", exists=True, file_okay=False, metavar="DIR", help="LoRA on the model, as of finetune; repeatable."
+        "--adapter", exists=True, file_okay=False, metavar="DIR", help="Folder of a LoRA adapter; repeatable."
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
@@ -109,7 +115,7 @@ def load_plugins(files: list[Path] | None) -> None:
         for file in files:
             if file.suffix != ".py":
                 raise AccelpatchError(f"{file} is no Python file; a plugin ends in .py")
-            compile(file.read_bytes(), str(file), "exec", dont_inherit=True)  # raises what Python says of it
+            compile(file.read_bytes(), str(file), "exec", dont_inherit=True)  # a SyntaxError shows before anything runs
     from accelpatch import api
 
     for file in files:
@@ -118,8 +124,8 @@ def load_plugins(files: list[Path] | None) -> None:
 
 
 def check_replacers(recipe: str, plugins: list[Path] | None) -> None:
-    """Raise RecipeError for a recipe that cannot be read, and PlanError for a replacer that is neither built in nor can
-    be a plugin's."""
+    """Raise RecipeError for a recipe that cannot be read, and, if there are no plugins, PlanError for a replacer that is
+    not built in."""
     from accelpatch.recipe import recipe as recipes
     from accelpatch.recipe import replacers
 
@@ -137,8 +143,8 @@ def check_system(text: str | None) -> None:
 
 
 def check_original(name: str, *, fetched: bool = True) -> Source:
-    """Raise LoadError for a name that is no model's, for a quantised model, where a command needs the original; and,
-    `fetched`, for one of the hub that neither is here nor can be fetched. Loads no torch."""
+    """The source of a float model. Raises LoadError if there is no such model or it is quantised; with `fetched` also
+    for one on the hub that is not in the local cache and cannot be downloaded. Does not import torch."""
     from accelpatch.models import precheck
 
     source = precheck.check(name)
@@ -150,7 +156,7 @@ def check_original(name: str, *, fetched: bool = True) -> Source:
 
 
 def check_name(name: str) -> None:
-    """Raise LoadError for a name that is no model's, or that can neither be found here nor fetched. Loads no torch."""
+    """Raise LoadError for a model that is neither on this machine nor can be downloaded. Does not import torch."""
     from accelpatch.models import precheck
 
     precheck.check_fetched(precheck.check(name))
@@ -165,10 +171,10 @@ def check_generation(
     name: str, recipe: str | None, new_tokens: int, *, original: bool = False, adapters: list[Path] | None = None,
     draft: str | None = None,
 ) -> None:  # fmt: skip
-    """Raise AccelpatchError for a model, a recipe or a length that cannot be, as far as is known without torch.
+    """Raise AccelpatchError for options that cannot work, as far as this shows without torch.
 
-    recipe: None for the default one. original: whether the float checkpoint is needed. adapters: folders of them.
-    draft: a model that drafts tokens.
+    recipe: None for the default one. original: whether the float checkpoint is needed. adapters: folders of adapters.
+    draft: name of a model that drafts tokens.
     """
     check_adapters(adapters)
     if draft is not None and adapters:
@@ -221,8 +227,8 @@ def open_patched(
     name: str, *, recipe: str | None, dtype: str, device: str, statistics: Path | None, verify: str,
     parallel: str | None = None,
 ) -> Any:  # fmt: skip
-    """As `open_model`, patched while it loads by `recipe`, or the default; a saved patched model as it is. parallel:
-    as in `load`."""
+    """`open_model`, but patched while it loads, by `recipe` or the default one; a saved patched model keeps its own
+    recipe. parallel: as in `load`."""
     where = torch_device(device)
     from accelpatch import api
     from accelpatch.models.catalog import resolve
@@ -230,8 +236,8 @@ def open_patched(
     saved = api.is_patched(name)
     if saved and recipe is not None:
         raise LoadError(_OWN_RECIPE.format(name))
-    usual = "gguf" if resolve(name).kind == "gguf" else DEFAULT_RECIPE  # which leaves its weights as they are
-    wanted = None if saved else recipe or (usual if parallel is None else DEFAULT_RECIPE)
+    default = "gguf" if resolve(name).kind == "gguf" else DEFAULT_RECIPE  # "gguf" keeps the file's quantised weights
+    wanted = None if saved else recipe or (default if parallel is None else DEFAULT_RECIPE)
     with console.progress_bars() as progress:
         return api.load(
             name, wanted, dtype=dtype, device=where, statistics=statistics, verify=verify, progress=progress,
@@ -252,8 +258,8 @@ def with_adapters(loaded: Any, folders: list[Path] | None) -> tuple[Any, list[st
 
 
 def check_adapters(folders: list[Path] | None, tokenizer: Any = None) -> None:
-    """Raise LoadError for a folder without an adapter. tokenizer: gets the chat template in the first one's folder, if
-    any."""
+    """Raise LoadError for a folder without an adapter. tokenizer: is given the chat template in the first folder, if
+    there is one."""
     from accelpatch.models import precheck
 
     for folder in folders or []:
@@ -282,7 +288,7 @@ def numbers(text: str, name: str) -> list[int]:
 
 
 def torch_device(text: str) -> torch.device:
-    """The device that ``--device`` names. Raises LoadError for a GPU that is not here."""
+    """The device that ``--device`` names. Raises LoadError for a GPU that torch does not see."""
     import torch
 
     if text == "auto":

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 commands = typer.Typer(help="Show where the time of a token goes, and what limits each kernel.", no_args_is_help=True)
 PAGE, ORIGINAL, PATCHED = "profile.html", "original", "patched"
 PromptOption = Annotated[int, typer.Option("--prompt-tokens", min=1, help="Length of the prompt in tokens.")]
-NewOption = Annotated[int, typer.Option("--new-tokens", min=4, help="Tokens to generate; most are looked at.")]
+NewOption = Annotated[int, typer.Option("--new-tokens", min=4, help="Tokens to generate; most of them are profiled.")]
 BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Sequences generated at once.")]
 RandomOption = Annotated[
     bool, typer.Option("--random-weights", help="Build the model with random weights; load no checkpoint.")
@@ -66,7 +66,7 @@ def trace(
 
 
 def _write(out: Path, document: dict[str, Any], sides: list[tuple[str, Profile]]) -> dict[str, Any]:
-    """Write page and traces; returns where they are, and the figures."""
+    """Write page and traces; returns their paths and the figures, for the JSON document."""
     from accelpatch.profiling.page import page
 
     out.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def _opened(
     if limit is not None and prompt + new > limit:
         raise AccelpatchError(f"--prompt-tokens and --new-tokens are {prompt + new}, more than the context of {limit}")
     options.prepare(recipe, plugin)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read once, by torch: its profiler prints when it begins and ends
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch is imported; else its profiler prints messages
     from accelpatch import api
     from accelpatch.bench.generate import Shape
 

@@ -1,4 +1,4 @@
-"""``accelpatch profile counters``: what the hardware counted of kernels, by the tools of AMD and NVIDIA."""
+"""``accelpatch profile counters``: hardware counters of kernels, by the tools of AMD and NVIDIA."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def counters(
         str | None, typer.Option("--run", metavar="COMMAND", help="Run this program under a tool, and read the result.")
     ] = None,
     tool: Annotated[
-        str, typer.Option("--tool", metavar="NAME", help="rocprofv3, rocprof-compute or ncu; auto: what is here.")
+        str, typer.Option("--tool", metavar="NAME", help="rocprofv3, rocprof-compute or ncu; auto: the one found.")
     ] = "auto",
     names: Annotated[
-        str | None, typer.Option("--counters", metavar="A,B,...", help="The tool's counters; default: a few.")
+        str | None,
+        typer.Option("--counters", metavar="A,B,...", help="Counters by the tool's names; default: a small set."),
     ] = None,
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", file_okay=False, help="Folder for what the tool writes.")
+        Path, typer.Option("--out", metavar="DIR", file_okay=False, help="Folder for the tool's files.")
     ] = Path("counters"),
     json: JsonOption = False,
 ) -> None:
@@ -56,7 +57,8 @@ def counters(
 
 
 def _read(files: list[Path], said: list[str]) -> tuple[list[KernelCounters], list[str]]:
-    """The kernels of files, and what was left out. said: why nothing may have been recorded, if so."""
+    """The kernels of files, and messages about what was left out. said: the messages of the run; with these, a file
+    that cannot be read is no error, since the run may have recorded nothing."""
     from accelpatch.profiling import counters as reading
 
     found, left = list["KernelCounters"](), list[str]()

@@ -31,7 +31,8 @@ def kernels(
         ),
     ] = None,
     arch: Annotated[
-        str | None, typer.Option("--arch", metavar="ARCH", help="Of accelpatch's own kernels, which are compiled.")
+        str | None,
+        typer.Option("--arch", metavar="ARCH", help="Compile and show accelpatch's own kernels for this arch."),
     ] = None,
     library: Annotated[
         str | None, typer.Option("--library", metavar="NAME", help="One of accelpatch's own; default: all of them.")
@@ -65,7 +66,7 @@ def kernels(
 
 
 def _read(files: list[Path], arch: str | None, library: str | None) -> tuple[list[Kernel], list[str]]:
-    """The kernels of files, or our own, and what was left out."""
+    """The kernels of files, or our own for `arch`, and messages about what was left out."""
     from accelpatch.profiling import code_objects, own_kernels
 
     if not files:
@@ -114,7 +115,7 @@ def _known(number: int | None) -> str:
 
 
 def _plain(name: str) -> str:
-    """A name from a file without what a terminal would act on, and not too long."""
+    """A name from a file without control characters, and at most 60 characters long."""
     shown = "".join(one if one.isprintable() else "?" for one in name)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
 

@@ -62,9 +62,9 @@ def encode(tokenizer: Any, prompt: str, *, chat: bool, system: str | None = None
 
 
 def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> Tensor:
-    """Token ids [1, L] int64 of a conversation that the model is to go on with, by its chat template.
+    """Token ids [1, L] int64 of a conversation in the model's chat template, up to where the answer begins.
 
-    Raises LoadError where it has none, and AccelpatchError where that refuses the conversation.
+    Raises LoadError if there is no template, and AccelpatchError if the template refuses the conversation.
     """
     from jinja2 import TemplateError
 

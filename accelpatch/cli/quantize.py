@@ -1,4 +1,4 @@
-"""``accelpatch quantize``: write a model, patched by a recipe, into a folder from which it loads as it is."""
+"""``accelpatch quantize``: writes a model patched by a recipe into a folder, from which it loads patched."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MethodOption = Annotated[
     str | None, typer.Option(help="How weights are rounded: rtn, gptq, awq or gptq+awq; default: the recipe's.")
 ]
-BitsOption = Annotated[int | None, typer.Option(help="3, 4 or 8: the recipe int3, int4 or int8, in place of --recipe.")]
+BitsOption = Annotated[int | None, typer.Option(help="3, 4 or 8: the recipe int3, int4 or int8, instead of --recipe.")]
 BudgetOption = Annotated[
     str | None, typer.Option(help="Bits a weight, such as 4.5bits: each layer's are chosen by measured KL.")
 ]
@@ -74,8 +74,8 @@ def quantize(
 
 
 def _base(recipe: str | None, bits: int | None, budget: str | None) -> int | None:
-    """The bits of the recipe that a choice within a budget starts from. Raises BadParameter where the options
-    contradict each other."""
+    """The bits of the recipe to start from: `bits`, or 4 for a budget without a recipe. Raises BadParameter if the
+    options contradict each other."""
     if budget is None:
         return bits
     if bits is not None:
@@ -90,7 +90,7 @@ def _recipe(
     recipe: str | None, method: str | None, bits: int | None, samples: int | None, length: int | None,
     plugins: list[Path] | None,
 ) -> str | Recipe:  # fmt: skip
-    """The recipe that the options ask for. Raises BadParameter where they contradict each other."""
+    """The recipe, changed as the options say. Raises BadParameter if they contradict each other."""
     from accelpatch.recipe import methods
     from accelpatch.recipe import recipe as recipes
 
@@ -108,7 +108,7 @@ def _recipe(
 
 @contextmanager
 def resumable(out: Path) -> Iterator[None]:
-    """Context manager: says at the start what an interrupted run left, and at an interrupt what is kept."""
+    """Context manager: prints at the start what an interrupted run has finished, and at an interrupt what is kept."""
     from accelpatch.checkpoints import target
 
     place = target.unfinished_folder(out)

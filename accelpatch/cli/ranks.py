@@ -1,4 +1,4 @@
-"""``--tp N``: a command starts itself once a rank; rank 0 prints, the others compute with it."""
+"""``--tp N``: a command starts itself as N processes (ranks); rank 0 prints, the others compute with it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ TensorParallelOption = Annotated[
     int,
     typer.Option("--tp", min=1, metavar="N", help="Split the model among N processes: GPUs of this machine, or CPUs."),
 ]
-PROMPT = "ACCELPATCH_PROMPT"  # what rank 0's parent read from stdin
+PROMPT = "ACCELPATCH_PROMPT"  # the ranks' environment variable with the prompt that their parent read from stdin
 
 
-def start(count: int, stdin: str | None, without: Mapping[str, Any]) -> None:
-    """With `--tp` above 1, run this command once a rank, and leave; return in a rank, and where there are none.
+def start(count: int, stdin: str | None, conflicting: Mapping[str, Any]) -> None:
+    """With `--tp` above 1, run this command once a rank and exit. Return if this process is a rank, or `count` is 1.
 
-    stdin: a prompt that was read from there. without: options that do not go with `--tp`, and their values: raises
-    BadParameter for these, and PatchError for a rank that fails.
+    stdin: the prompt that was read from stdin, or None. conflicting: name and value of options that cannot be combined
+    with `--tp`. Raises BadParameter if one of these is given, and PatchError for a rank that fails.
     """
     if count == 1:
         return
-    for name, value in without.items():
+    for name, value in conflicting.items():
         if value:
             raise typer.BadParameter(f"goes without {name}: ranks have parts of one patched model", param_hint="--tp")
     if "RANK" in os.environ:
@@ -37,7 +37,7 @@ def start(count: int, stdin: str | None, without: Mapping[str, Any]) -> None:
 
 
 def argument(count: int) -> dict[str, Any]:
-    """The argument of `load` and `patch`."""
+    """The keyword argument of `load` and `patch` for so many ranks."""
     return {"parallel": "tp"} if count > 1 else {}
 
 

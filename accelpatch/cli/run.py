@@ -85,20 +85,20 @@ def run(
 def _answers(
     loaded: Any, folders: list[Path] | None, respond: Callable[..., Outcome], patch: dict[str, Any] | None
 ) -> tuple[Outcome | None, dict[str, Outcome]]:
-    """The answer of the original, where that is still to be patched, and those of the patched model."""
+    """The answer of the original (None without `patch`), and the answers of the patched model."""
     before = None if patch is None else _before(loaded, respond, patch)
     return before, _with_each(loaded, folders, respond)
 
 
 def _before(loaded: Any, respond: Callable[..., Outcome], patch: dict[str, Any]) -> Outcome:
-    """The answer of the original, which is then patched."""
+    """The answer of the original, which this patches afterwards."""
     answered = respond(loaded, name=ORIGINAL)
     options.patch(loaded.model, **patch)
     return answered
 
 
 def _opened(model: str, dtype: str, device: str, adapters: list[Path] | None, patch: dict[str, Any] | None) -> Any:
-    """The model, patched as `patch` says unless that is None; its chat template is that of the adapters, if any."""
+    """The loaded model, patched unless `patch` is None; the chat template is the adapter's, if that has one."""
     patched: Any = None if patch is None else partial(options.open_patched, **patch)
     loaded = (patched or options.open_model)(model, dtype=dtype, device=device)
     options.check_adapters(adapters, loaded.tokenizer)
@@ -106,7 +106,7 @@ def _opened(model: str, dtype: str, device: str, adapters: list[Path] | None, pa
 
 
 def _with_each(loaded: Any, folders: list[Path] | None, respond: Callable[..., Outcome]) -> dict[str, Outcome]:
-    """The answer with each adapter, by its name; without any that of the model, under the name NO_ADAPTER."""
+    """Adapter's name -> answer with it; without adapters NO_ADAPTER -> the model's answer."""
     loaded, names = options.with_adapters(loaded, folders)
     found = {}
     for name in names or [NO_ADAPTER]:
@@ -117,7 +117,7 @@ def _with_each(loaded: Any, folders: list[Path] | None, respond: Callable[..., O
 
 
 def _text(prompt: str, system: str | None, raw: bool, chat: bool) -> str:
-    """The prompt. Raises BadParameter for one that cannot be, and for options that contradict each other."""
+    """The prompt. Raises BadParameter if it is empty or not text, and for options that contradict each other."""
     if raw and (chat or system is not None):
         raise typer.BadParameter(f"goes without {'--chat' if chat else '--system'}", param_hint="--raw")
     options.check_system(system)
@@ -132,9 +132,9 @@ def _text(prompt: str, system: str | None, raw: bool, chat: bool) -> str:
 
 
 def _encode(loaded: Any, text: str, system: str | None, raw: bool, chat: bool, new_tokens: int) -> Tensor:
-    """Ids [1, L] of the prompt on the model's device, in the chat template where there is one or one is asked for.
+    """Ids [1, L] of the prompt on the model's device, in the chat template if there is one or an option needs it.
 
-    Raises AccelpatchError where they and the new tokens are more than the context.
+    Raises AccelpatchError if they and the new tokens do not fit the context.
     """
     tokenizer = prompts.tokenizer_of(loaded)
     chat = chat or system is not None or (not raw and prompts.has_template(tokenizer))
@@ -147,8 +147,10 @@ def _respond(
     loaded: Any, *, ids: Tensor, sampling: Sampling, name: str, compare: bool, raw: bool, json: bool,
     headed: bool = False,
 ) -> Outcome:  # fmt: skip
-    """The answer to ids [1, L], streamed to stdout, with ``headed`` or ``compare`` under the heading ``name``; silently
-    for JSON."""
+    """The answer to ids [1, L], streamed to stdout unless `json`.
+
+    headed, compare: print the heading `name` first; compare: also measure the rate by RATE_TOKENS tokens.
+    """
     import torch
 
     if (headed or compare) and not json:
@@ -165,7 +167,7 @@ def _respond(
 def _print(
     model: str, text: str, network: Any, before: Outcome | None, answers: dict[str, Outcome], json: bool
 ) -> None:  # fmt: skip
-    """Print what is known after the answers, of which there is one for each adapter."""
+    """Print the summary, or the JSON document. answers: as of `_with_each`."""
     report = network.accelpatch.report()
     after = list(answers.values())[-1]
     document = {"model": model, "recipe": report.recipe, "device": report.device, "prompt": text} | after.to_dict()
@@ -196,12 +198,12 @@ def _facts(model: str, report: Report, before: Outcome | None, after: Outcome) -
 
 
 def _rates(before: Outcome | None, after: Outcome) -> str:
-    one = after.rate.per_second
+    rate = after.rate.per_second
     if before is None:
-        return f"{after.rate}" if one is None else f"{after.rate} (decode, this answer)"
-    if one is None or before.rate.per_second is None:
+        return f"{after.rate}" if rate is None else f"{after.rate} (decode, this answer)"
+    if rate is None or before.rate.per_second is None:
         return str(before.rate if before.rate.per_second is None else after.rate)
-    times = one / before.rate.per_second
+    times = rate / before.rate.per_second
     how = f"decode of {generation.RATE_TOKENS} tokens by generate(), after a warm-up"
     return f"{before.rate} -> {after.rate}, {times:.1f} times ({how})"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from accelpatch.errors import AccelpatchError
 
-# The files of the frames between this process's start and the first line of the user's code.
+# Files whose frames are below the first frame of the user's code in a traceback.
 STARTERS = (
     *(str(Path(__file__).with_name(name)) for name in ("script.py", "exec.py", "options.py", "checks.py")),
     str(Path(__file__).parent.parent / "replacers" / "plugin.py"),

@@ -15,7 +15,7 @@ def selftest(
     device: DeviceOption = "auto",
     plugin: PluginOption = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="A line for each operation, and for what is not run here.")
+        bool, typer.Option("--verbose", "-v", help="A line for each operation, and the reasons of those not run.")
     ] = False,
     json: JsonOption = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""``accelpatch serve``: a patched model behind OpenAI's HTTP paths, by transformers, vLLM or SGLang."""
+"""``accelpatch serve``: serves a patched model by OpenAI's HTTP API, with transformers, vLLM or SGLang."""
 
 from __future__ import annotations
 
@@ -19,22 +19,29 @@ Engine = Literal["auto", "transformers", "vllm", "sglang"]
 KeyOption = Annotated[
     str | None, typer.Option(envvar="ACCELPATCH_API_KEY", help="Key that requests must carry.", show_default=False)
 ]
-MaxRequestsOption = Annotated[int, typer.Option(min=1, help="Requests open at once, with those that wait.")]
+MaxRequestsOption = Annotated[int, typer.Option(min=1, help="Most open requests, including waiting ones.")]
 MaxPromptOption = Annotated[
     int | None, typer.Option(min=1, help="Longest prompt in tokens; default: the model's context.")
 ]
 MaxNewOption = Annotated[int, typer.Option(min=1, help="Most tokens that a request may ask for.")]
-MaxSecondsOption = Annotated[float, typer.Option(min=0.1, help="Time of a request, from arrival to last token.")]
-EngineWords = Annotated[
-    list[str] | None, typer.Argument(metavar="[-- ENGINE OPTIONS]", help="Go through to vLLM or SGLang.")
+MaxSecondsOption = Annotated[
+    float, typer.Option(min=0.1, help="Time limit of a request, from arrival to its last token.")
+]
+EngineOptions = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[-- ENGINE OPTIONS]", help="Options that are passed on to vLLM or SGLang."),
 ]
 
 
 def serve(
     model: options.ModelArgument = options.DEFAULT_MODEL,
     recipe: options.OwnRecipeOption = None,
-    engine: Annotated[Engine, typer.Option(help="Who serves; auto: vLLM or SGLang where one can, else this.")] = "auto",
-    host: Annotated[str, typer.Option(help="Address to listen on; others than this machine need a key.")] = "127.0.0.1",
+    engine: Annotated[
+        Engine, typer.Option(help="auto: vLLM or SGLang if one can serve MODEL, else transformers.")
+    ] = "auto",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; any but this machine's own needs a key.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any.")] = 8000,
     api_key: KeyOption = None,
     max_requests: MaxRequestsOption = 256,
@@ -46,7 +53,7 @@ def serve(
     dtype: DtypeOption = "auto",
     verify: options.VerifyOption = "auto",
     plugin: PluginOption = None,
-    engine_options: EngineWords = None,
+    engine_options: EngineOptions = None,
 ) -> None:
     """Serve MODEL, patched with a recipe, over HTTP as OpenAI's API has it: chat completions, completions, responses.
 
@@ -55,58 +62,58 @@ def serve(
     from accelpatch.serving.limits import Address, Limits
 
     words = engine_options or []
-    if model.startswith("-"):  # the first word after --
+    if model.startswith("-"):  # MODEL was left out, so that the first engine option is in its place
         model, words = options.DEFAULT_MODEL, [model, *words]
     options.check_generation(model, recipe, 1)
     address = Address(host, port, api_key)
     address.check()
     options.prepare(recipe or options.DEFAULT_RECIPE, plugin)
-    wanted = serve_engine.Wanted(model, recipe, dtype, device, statistics, verify, words)
-    taken = serve_engine.chosen(wanted) if engine == "auto" else engine
-    if taken != "transformers":
-        serve_engine.hand_over(taken, wanted, address)
+    served = serve_engine.Served(model, recipe, dtype, device, statistics, verify, words)
+    name = serve_engine.choose(served) if engine == "auto" else engine
+    if name != "transformers":
+        serve_engine.start(name, served, address)
         return
-    _serve(wanted, address, Limits(max_requests, max_prompt_tokens, max_new_tokens, max_seconds))
+    _serve(served, address, Limits(max_requests, max_prompt_tokens, max_new_tokens, max_seconds))
 
 
-def _serve(wanted: serve_engine.Wanted, address: Address, limits: Limits) -> None:
-    """By transformers: the port is bound and the memory is asked about before the model is loaded."""
+def _serve(served: serve_engine.Served, address: Address, limits: Limits) -> None:
+    """Serve with transformers. The port is bound and the memory is checked before the model is loaded."""
     from accelpatch.serving import server
 
-    if wanted.words:
+    if served.engine_options:
         raise ServingError(
-            f"{' '.join(wanted.words)}: --engine transformers takes no options after --; `--help` lists its own"
+            f"{' '.join(served.engine_options)}: --engine transformers takes no options after --; `--help` lists its own"
         )
     server.check_installed()
     with server.bound(address) as where:
-        _check_fits(wanted)
+        _check_fits(served)
         load = partial(
-            options.open_patched, wanted.model, recipe=wanted.recipe, dtype=wanted.dtype, device=wanted.device,
-            statistics=wanted.statistics, verify=wanted.verify,
+            options.open_patched, served.model, recipe=served.recipe, dtype=served.dtype, device=served.device,
+            statistics=served.statistics, verify=served.verify,
         )  # fmt: skip
-        server.serve(where, wanted.model, load, limits, address, _started(wanted.model))
+        server.serve(where, served.model, load, limits, address, _started(served.model))
 
 
 def _started(model: str) -> Any:
     return lambda url: console.note(f"serving {model} at {url}/v1; the model's name in requests is {model}")
 
 
-def _check_fits(wanted: serve_engine.Wanted) -> None:
-    """Raise ServingError for a model whose patched weights and cache do not fit the memory, as far as is planned."""
+def _check_fits(served: serve_engine.Served) -> None:
+    """Raise ServingError if the plan's weights and cache do not fit the memory."""
     from accelpatch import api
     from accelpatch import device as devices
     from accelpatch.models import catalog
     from accelpatch.report import human
 
-    if api.is_patched(wanted.model):
+    if api.is_patched(served.model):
         return
-    device = devices.probe(options.torch_device(wanted.device))
+    device = devices.probe(options.torch_device(served.device))
     arch = device.arch if device.kind == "cuda" and device.arch in devices.KNOWN else None
-    usual = "gguf" if catalog.resolve(wanted.model).kind == "gguf" else options.DEFAULT_RECIPE
-    planned = api.plan_from_config(wanted.model, wanted.recipe or usual, arch=arch)
+    default = "gguf" if catalog.resolve(served.model).kind == "gguf" else options.DEFAULT_RECIPE
+    planned = api.plan_from_config(served.model, served.recipe or default, arch=arch)
     needed = planned.resident_bytes + planned.cache_bytes
     if needed > device.memory:
         raise ServingError(
-            f"{wanted.model} needs {human(needed)} with this recipe, and {device.name} has {human(device.memory)}: "
+            f"{served.model} needs {human(needed)} with this recipe, and {device.name} has {human(device.memory)}: "
             "take a recipe with fewer bits, or a smaller model"
         )

@@ -1,4 +1,4 @@
-"""The part of ``accelpatch serve`` that hands over to vLLM or SGLang."""
+"""The part of ``accelpatch serve`` that chooses and starts vLLM or SGLang."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is to be served, as the options say. words: those that go through to the engine."""
+class Served:
+    """The model to serve, by the command's options. engine_options: those that are passed on to vLLM or SGLang."""
 
     model: str
     recipe: str | None
@@ -24,27 +24,27 @@ class Wanted:
     device: str
     statistics: Path | None
     verify: str
-    words: list[str]
+    engine_options: list[str]
 
 
-def hand_over(name: str, wanted: Wanted, address: Address) -> None:
-    """Start an engine in this process's place. Raises ServingError with the reason where it cannot serve the model."""
+def start(name: str, served: Served, address: Address) -> None:
+    """Replace this process by an engine (exec). Raises ServingError if the engine cannot serve the model."""
     from accelpatch.serving import engines, server
 
-    (package, version), ranks = engines.installed(name), engines.ranks_of(name, wanted.words)
+    (package, version), ranks = engines.installed(name), engines.ranks_of(name, served.engine_options)
     server.bound(address).close()
-    device, gpus = _device(wanted.device)
-    exported = engines.described(_export(wanted))
+    device, gpus = _device(served.device)
+    exported = engines.described(_export(served))
     if reason := engines.why_not(exported, device, ranks, gpus):
-        raise ServingError(f"{package} {version} cannot serve {wanted.model} here: {reason}")
-    command = engines.command(name, package, exported, wanted.model, device, address, wanted.words)
+        raise ServingError(f"{package} {version} cannot serve {served.model} here: {reason}")
+    command = engines.command(name, package, exported, served.model, device, address, served.engine_options)
     console.note(f"{package} {version}: {' '.join(command[1:])}")
     engines.start(name, command, address)
 
 
-def chosen(wanted: Wanted) -> str:
-    """The engine that `auto` means: vLLM or SGLang where it is installed and can serve the model on a GPU that is here,
-    else transformers."""
+def choose(served: Served) -> str:
+    """The engine for `auto`: vLLM or SGLang if it is installed and can serve the model on a GPU of this machine, else
+    transformers."""
     from accelpatch.serving import engines
 
     for name in engines.ENGINES:
@@ -52,12 +52,12 @@ def chosen(wanted: Wanted) -> str:
             engines.installed(name)
         except ServingError:
             continue
-        device, gpus = _device(wanted.device)
+        device, gpus = _device(served.device)
         if not gpus:
             break
         try:
-            exported = engines.described(_export(wanted))
-            reason = engines.why_not(exported, device, engines.ranks_of(name, wanted.words), gpus)
+            exported = engines.described(_export(served))
+            reason = engines.why_not(exported, device, engines.ranks_of(name, served.engine_options), gpus)
         except AccelpatchError as error:
             reason = str(error)
         if reason is None:
@@ -67,7 +67,7 @@ def chosen(wanted: Wanted) -> str:
 
 
 def _device(text: str) -> tuple[Any, int]:
-    """The device, and how many GPUs are here."""
+    """The device, and the number of GPUs of this machine."""
     import torch
 
     from accelpatch import device as devices
@@ -76,29 +76,29 @@ def _device(text: str) -> tuple[Any, int]:
     return devices.probe(where), torch.cuda.device_count() if where.type == "cuda" else 0
 
 
-def _export(wanted: Wanted) -> Path:
-    """The model as compressed-tensors: of an earlier call with the same recipe and files, or made now."""
+def _export(served: Served) -> Path:
+    """The folder of the model as compressed-tensors, from an earlier call with the same recipe and files or made now."""
     from accelpatch import api
     from accelpatch.models import precheck
     from accelpatch.recipe import recipe as recipes
     from accelpatch.serving import exported
 
-    source = precheck.check(wanted.model)
+    source = precheck.check(served.model)
     version = facts.version("accelpatch") or ""
     if precheck.is_quantised(source):
         files = _files(Path(source.location))
         name = exported.key(files, version)
         return exported.folder(name, None, lambda _, new: api.export(source.location, "compressed-tensors", new))
-    recipe = recipes.load(wanted.recipe or options.DEFAULT_RECIPE)
+    recipe = recipes.load(served.recipe or options.DEFAULT_RECIPE)
     files = _files(exported.place(source))
-    statistics = [] if wanted.statistics is None else [wanted.statistics]
-    name = exported.key([*files, *statistics], version, source.name, recipes.dump(recipe), wanted.dtype)
+    statistics = [] if served.statistics is None else [served.statistics]
+    name = exported.key([*files, *statistics], version, source.name, recipes.dump(recipe), served.dtype)
 
     def quantize(folder: Path) -> None:
         with console.progress_bars() as progress:
             api.quantize(
-                wanted.model, recipe, folder, dtype=wanted.dtype, device=options.torch_device(wanted.device),
-                statistics=wanted.statistics, verify=wanted.verify, progress=progress,
+                served.model, recipe, folder, dtype=served.dtype, device=options.torch_device(served.device),
+                statistics=served.statistics, verify=served.verify, progress=progress,
             )  # fmt: skip
 
     return exported.folder(name, quantize, lambda saved, new: api.export(saved, "compressed-tensors", new))

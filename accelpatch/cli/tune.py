@@ -36,7 +36,8 @@ def attention(
         typer.Option("--dtype", help="Of q, k and v; auto: bfloat16 on a GPU, float32 on a CPU."),
     ] = "auto",
     lengths: Annotated[
-        str, typer.Option("--lengths", metavar="N,N,...", help="Tokens of a prompt; on a CPU up to 2048.")
+        str,
+        typer.Option("--lengths", metavar="N,N,...", help="Lengths of prompts in tokens; default on a CPU: 512,2048."),
     ] = LENGTHS,
     sizes: Annotated[str, typer.Option("--sizes", metavar="D,D,...", help="Sizes of a head.")] = SIZES,
     heads: Annotated[int, typer.Option("--heads", metavar="N", min=1, help="Heads of q.")] = 32,

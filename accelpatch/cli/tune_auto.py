@@ -28,10 +28,10 @@ TextOption = Annotated[
 ]
 TokensOption = Annotated[int, typer.Option("--tokens", min=2, help="Tokens of the text that are used at most.")]
 MaxKlOption = Annotated[
-    float | None, typer.Option("--max-kl", min=0, metavar="NATS", help="The most mean KL beside the original.")
+    float | None, typer.Option("--max-kl", min=0, metavar="NATS", help="Largest mean KL divergence from the original.")
 ]
 MaxGbOption = Annotated[
-    float | None, typer.Option("--max-gb", min=0, metavar="GB", help="The most memory, in 1e9 bytes.")
+    float | None, typer.Option("--max-gb", min=0, metavar="GB", help="Largest memory, in 1e9 bytes.")
 ]
 RecipesOption = Annotated[
     str | None, typer.Option("--recipes", metavar="NAME,...", help="Names or files to try; default: all bundled.")
@@ -39,7 +39,7 @@ RecipesOption = Annotated[
 LimitOption = Annotated[float, typer.Option("--limit", min=1, metavar="SECONDS", help="Time limit of a trial.")]
 BudgetOption = Annotated[
     float,
-    typer.Option("--budget", min=1, metavar="SECONDS", help="Time of all trials; what is left then is not tried."),
+    typer.Option("--budget", min=1, metavar="SECONDS", help="Time of all trials; recipes left after it are not tried."),
 ]
 OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="The recipe file to write.")]
 
@@ -47,7 +47,13 @@ OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="The reci
 def trial(
     model: options.ModelArgument = options.DEFAULT_MODEL,
     recipe: Annotated[
-        str | None, typer.Option("--recipe", "-r", metavar="NAME|FILE", help="As elsewhere; default: the original.")
+        str | None,
+        typer.Option(
+            "--recipe",
+            "-r",
+            metavar="NAME|FILE",
+            help="Name of a bundled recipe, or a YAML file; default: the original.",
+        ),
     ] = None,
     original: Annotated[bool, typer.Option("--beside", help="Time the original too, in the same process.")] = False,
     batch: BatchOption = 1,
@@ -55,10 +61,10 @@ def trial(
     new: NewOption = 64,
     repeats: RepeatsOption = 3,
     hopeless: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="A model whose first call takes longer is timed once.")
+        float | None, typer.Option(metavar="SECONDS", help="A model whose first call takes longer is timed only once.")
     ] = None,
     compile: Annotated[
-        bool, typer.Option("--compile", help="As the recipe with `runtime: {compile: default}`.")
+        bool, typer.Option("--compile", help="Add `runtime: {compile: default}` to the recipe.")
     ] = False,
     text: TextOption = None,
     tokens: TokensOption = 512,
@@ -118,15 +124,15 @@ def auto(
     given |= {"dtype": dtype} | ({"text": text} if text else {})
     words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
     words += [word for file in plugin or [] for word in ("--plugin", str(file))]
-    run, shape, bounds = partial(_in_a_child, (model, *words)), Shape(batch, prompt, new), Bounds(max_kl, max_gb)
+    run, shape, bounds = partial(_run_in_child, (model, *words)), Shape(batch, prompt, new), Bounds(max_kl, max_gb)
     found = api.tune_auto(
         model, run, partial(run, original=True), shape, bounds, device=where, names=names, limit=limit, budget=budget
     )
     _finish(found, model, where, out, json)
 
 
-def _in_a_child(words: Sequence[str], name: str, seconds: float, hopeless: float, original: bool = False) -> Any:
-    """The figures of a trial in a process of its own, or why there are none."""
+def _run_in_child(words: Sequence[str], name: str, seconds: float, hopeless: float, original: bool = False) -> Any:
+    """The figures of a trial in a child process, or a text that says why there are none."""
     from accelpatch.tuning import children
     from accelpatch.tuning.auto import COMPILED, ORIGINAL
 
@@ -139,7 +145,7 @@ def _in_a_child(words: Sequence[str], name: str, seconds: float, hopeless: float
 
 
 def _check(model: str, text: Path | None, out: Path, plugin: list[Path] | None) -> None:
-    """Raise what is wrong with the arguments, before anything is measured."""
+    """Raise AccelpatchError for wrong arguments, before anything is measured."""
     from accelpatch.checkpoints import target
 
     checks.text_of(text or CHAPTER)

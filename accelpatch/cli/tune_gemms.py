@@ -17,7 +17,7 @@ from .tune_auto import BatchOption, NewOption, PromptOption
 DevicesOption = Annotated[str, typer.Option("--devices", metavar="N,N,...", help="GPUs to tune on, by their numbers.")]
 SecondsOption = Annotated[float, typer.Option("--seconds", min=1, help="Time limit of one GEMM.")]
 RecordedOption = Annotated[
-    Path | None, options.file_option("--gemms", help="GEMMs that torch recorded already; no run of MODEL then.")
+    Path | None, options.file_option("--gemms", help="File of GEMMs that torch recorded before; MODEL is not run then.")
 ]
 OutOption = Annotated[Path, typer.Option("--out", metavar="FILE", help="The CSV file to write.")]
 
@@ -30,14 +30,14 @@ def tunableop(
     prompt: PromptOption = 128,
     new: NewOption = 64,
     seconds: SecondsOption = 60.0,
-    limit: Annotated[float, typer.Option("--limit", min=1, help="Time limit of the run that is recorded.")] = 900.0,
+    limit: Annotated[float, typer.Option("--limit", min=1, help="Time limit of the recorded run, in seconds.")] = 900.0,
     gemms: RecordedOption = None,
     out: OutOption = Path("tunableop.csv"),
     dtype: DtypeOption = "auto",
     plugin: PluginOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Record the GEMMs of a run of MODEL, and tune them in child processes; recipes take the file that is written."""
+    """Record the GEMMs of a run of MODEL, and tune them in child processes; a recipe names the file that is written."""
     chosen = [part.strip() for part in devices.split(",")]
     if not all(part.isdigit() for part in chosen):
         raise typer.BadParameter(f"{devices!r} is no list of numbers of GPUs, such as 0,1", param_hint="--devices")

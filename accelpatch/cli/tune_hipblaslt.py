@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 from accelpatch.errors import AccelpatchError
 
 from . import console
-from . import tune_hipblaslt_output as said
+from . import tune_hipblaslt_output as output
 from .options import JsonOption
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ OUT = Path("hipblaslt-tuning")
 
 
 class Stages(TyperGroup):
-    """`tune hipblaslt LOG` is `tune hipblaslt all LOG`: what is no stage is the log of the whole workflow."""
+    """`tune hipblaslt LOG` is `tune hipblaslt all LOG`: a first word that is no stage is the log for all stages."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
@@ -38,12 +38,13 @@ LogArgument = Annotated[
     Path, typer.Argument(metavar="LOG", help="Log of hipBLASLt or rocBLAS, or TunableOp's list of GEMMs.")
 ]
 WorkArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The folder that `configs` wrote.")]
-OutOption = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of all that the tuning writes.")]
+OutOption = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for all files of the tuning.")]
 ArchOption = Annotated[
     str | None, typer.Option("--arch", metavar="ARCH", help="Arch to tune for; default: this GPU's, or gfx942.")
 ]
 ThresholdOption = Annotated[
-    float, typer.Option("--threshold", min=0, max=100, metavar="PERCENT", help="Least share of all flops of a GEMM.")
+    float,
+    typer.Option("--threshold", min=0, max=100, metavar="PERCENT", help="Leave out GEMMs with less of all flops."),
 ]
 Platform = Literal["auto", "hipblaslt", "triton", "simulated"]
 OnOption = Annotated[
@@ -54,11 +55,17 @@ HipblasltOption = Annotated[
     typer.Option("--hipblaslt", exists=True, file_okay=False, metavar="DIR", help="A built checkout of hipBLASLt."),
 ]
 DevicesOption = Annotated[str, typer.Option("--devices", metavar="N,N,...", help="GPUs to search on.")]
-TrialsOption = Annotated[int, typer.Option("--trials", min=2, help="Choices that are measured for each GEMM.")]
+TrialsOption = Annotated[
+    int, typer.Option("--trials", min=2, help="Kernel configurations that are measured for each GEMM.")
+]
 SecondsOption = Annotated[float, typer.Option("--seconds", min=1, help="Time limit of the search for one GEMM.")]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of the search.")]
-ErrorOption = Annotated[float, typer.Option("--max-error", min=0, help="Largest relative error of a right result.")]
-UpliftOption = Annotated[float, typer.Option("--min-uplift", min=1, help="How many times as fast a kernel must be.")]
+ErrorOption = Annotated[
+    float, typer.Option("--max-error", min=0, help="Largest relative error of a result that counts as right.")
+]
+UpliftOption = Annotated[
+    float, typer.Option("--min-uplift", min=1, help="Least speedup over the reference for a kernel to be kept.")
+]
 Engine = Literal["genetic", "runtime", "geko", "quicktune"]
 EngineOption = Annotated[
     Engine, typer.Option("--engine", help="genetic: this search; the others print what AMD's own tuning needs.")
@@ -84,7 +91,7 @@ def _device_list(text: str) -> list[str]:
 
 
 def _platform(on: Platform, hipblaslt: Path | None) -> str:
-    """The platform that `auto` is here."""
+    """The platform that runs the GEMMs, with `auto` resolved for this machine."""
     if on != "auto":
         return on
     if hipblaslt is not None:
@@ -134,7 +141,7 @@ def configs(
 
     platform = _platform(on, hipblaslt)
     found = stages.configs(_work(out), log, arch=_arch(arch, platform), platform=platform, threshold=threshold)
-    document = said.configured(found, out, platform)
+    document = output.configured(found, out, platform)
     if json:
         console.print_json(document)
 
@@ -157,7 +164,7 @@ def optimize(
             _work(work), devices=_device_list(devices), trials=trials, seconds=seconds, seed=seed, only=only,
             hipblaslt=_hipblaslt(hipblaslt), progress=progress,
         )  # fmt: skip
-    said.optimized(made, work)
+    output.optimized(made, work)
 
 
 @commands.command("merge")
@@ -165,7 +172,7 @@ def merge(work: WorkArgument = OUT, hipblaslt: HipblasltOption = None) -> None:
     """Put the kernels that were found into one library a problem type, and build it."""
     from accelpatch.tuning.hipblaslt import stages
 
-    said.merged(stages.merge(_work(work), hipblaslt=_hipblaslt(hipblaslt)), work)
+    output.merged(stages.merge(_work(work), hipblaslt=_hipblaslt(hipblaslt)), work)
 
 
 @commands.command("benchmark")
@@ -189,7 +196,7 @@ def postprocess(
     from accelpatch.tuning.hipblaslt import stages
 
     found = stages.postprocess(_work(work), error=max_error, uplift=min_uplift)
-    said.finish(found, work, _hipblaslt(hipblaslt), json)
+    output.finish(found, work, _hipblaslt(hipblaslt), json)
 
 
 @commands.command(WHOLE)
@@ -214,19 +221,19 @@ def whole(
 
     chosen = _device_list(devices)
     if engine != "genetic":
-        said.other_engine(engine, log, _hipblaslt(hipblaslt), chosen, arch, json)
+        output.other_engine(engine, log, _hipblaslt(hipblaslt), chosen, arch, json)
         return
     platform, root, work = _platform(on, hipblaslt), _hipblaslt(hipblaslt), _work(out)
     found = stages.configs(work, log, arch=_arch(arch, platform), platform=platform, threshold=threshold)
-    said.configured(found, out, platform)
+    output.configured(found, out, platform)
     if not work.done("optimize"):
         with console.progress_bars() as progress:
             made = stages.optimize(
                 work, devices=chosen, trials=trials, seconds=seconds, seed=seed, hipblaslt=root, progress=progress
             )
-        said.optimized(made, out)
+        output.optimized(made, out)
     if not work.done("merge"):
-        said.merged(stages.merge(work, hipblaslt=root), out)
+        output.merged(stages.merge(work, hipblaslt=root), out)
     if not work.done("benchmark"):
         stages.benchmark(work, hipblaslt=root, device=chosen[0])
-    said.finish(stages.postprocess(work, error=max_error, uplift=min_uplift), out, root, json)
+    output.finish(stages.postprocess(work, error=max_error, uplift=min_uplift), out, root, json)

@@ -1,4 +1,4 @@
-"""What ``accelpatch tune hipblaslt`` says: its notes on stderr, its results on stdout."""
+"""The output of ``accelpatch tune hipblaslt``: notes on stderr, results on stdout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def configured(found: stages.Configured, out: Path, platform: str) -> dict[str, Any]:
-    """Say what was found, on stderr, and return it as a document."""
+    """Print what `configs` found on stderr, and return it as a JSON document."""
     log, left_out = found.log, [row for row in found.rows if not row.name]
     if log is None:
         console.note(f"configs: already done in {out}: {len(found.names)} GEMMs")
@@ -51,7 +51,7 @@ def merged(made: logic.Merged, work: Path) -> None:
 
 
 def finish(found: results.Summary, work: Path, hipblaslt: str, json: bool) -> None:
-    """Print the comparison, the uplift, and the commands that are the user's to run."""
+    """Print the comparison, the uplift, and the commands that the user may run to adopt the result."""
     from accelpatch.report import table
     from accelpatch.tuning.hipblaslt import stages
     from accelpatch.tuning.hipblaslt.work import Work
@@ -65,8 +65,8 @@ def finish(found: results.Summary, work: Path, hipblaslt: str, json: bool) -> No
         console.print_json({"platform": platform, "simulated": platform == "simulated", "average_uplift": found.mean,
                             "weighted_uplift": found.weighted, "gemms": gemms, "commands": commands})  # fmt: skip
         return
-    said = "SIMULATED " if platform == "simulated" else ""
-    rows = [("GEMM", "shape", "calls", f"{said}us, reference", f"{said}us, tuned", "x", "kept")]
+    label = "SIMULATED " if platform == "simulated" else ""
+    rows = [("GEMM", "shape", "calls", f"{label}us, reference", f"{label}us, tuned", "x", "kept")]
     rows += [
         (one.row.name, one.row.gemm.shape, str(one.row.calls), f"{one.reference.microseconds:.2f}",
          f"{one.tuned.microseconds:.2f}", f"{one.ratio:.3f}", one.reason or "yes")
@@ -74,8 +74,8 @@ def finish(found: results.Summary, work: Path, hipblaslt: str, json: bool) -> No
     ]  # fmt: skip
     print(table(rows))
     mean = "none is kept" if found.mean is None else f"{found.mean:+.1%} over {len(found.kept)} GEMMs that are kept"
-    print(f"{said}average uplift: {mean}")
-    print(f"{said}weighted uplift: {found.weighted:+.1%} of the time of all calls of {len(found.compared)} GEMMs")
+    print(f"{label}average uplift: {mean}")
+    print(f"{label}weighted uplift: {found.weighted:+.1%} of the time of all calls of {len(found.compared)} GEMMs")
     print(f"tables: {work / 'results'}; final library: {work / 'final'}")
     if platform == "simulated":
         print("SIMULATED: the times are those of a cost model, and the library is none that hipBLASLt can use")
@@ -85,7 +85,7 @@ def finish(found: results.Summary, work: Path, hipblaslt: str, json: bool) -> No
 
 
 def other_engine(engine: str, log: Path, hipblaslt: str, devices: Sequence[str], arch: str | None, json: bool) -> None:
-    """Print the lines that another engine needs; none of them is run."""
+    """Print the configuration lines or commands of another engine; none is run."""
     from accelpatch.tuning.hipblaslt import engines
 
     found = engines.lines(engine, log, hipblaslt, devices, arch)

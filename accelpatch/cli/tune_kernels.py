@@ -1,4 +1,4 @@
-"""``accelpatch tune kernels``: time the kernels of a model's plan on this machine, and remember what is faster."""
+"""``accelpatch tune kernels``: times the kernels of a model's plan on this machine, and stores the fastest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def kernels(
     model: options.ModelArgument = options.DEFAULT_MODEL,
     recipe: RecipeOption = options.DEFAULT_RECIPE,
     rows: Annotated[
-        str | None, typer.Option("--rows", metavar="N,N,...", help="Rows of tokens that a kernel gets at once.")
+        str | None, typer.Option("--rows", metavar="N,N,...", help="Rows of x (tokens) in one call, to measure with.")
     ] = None,
     budget: Annotated[
         float, typer.Option("--budget", min=1, metavar="SECONDS", help="Time of all measurements together.")
@@ -28,7 +28,7 @@ def kernels(
     plugin: PluginOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Time the kernels of MODEL with a recipe; later calls take what is at least 2% faster than the default."""
+    """Time the kernels of MODEL with a recipe; later calls run a kernel that is at least 2% faster than the default."""
     wanted = options.numbers(rows, "--rows") if rows else []
     options.check_original(model)
     options.prepare(recipe, plugin)

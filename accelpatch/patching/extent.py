@@ -58,7 +58,7 @@ class Extent:
 
     @property
     def whole_model(self) -> bool:
-        """Whether the whole patched model is run and compared with what it gave before the swap. For a loaded model those
+        """Whether the whole patched model is run and compared with its outputs before. For a loaded model those
         are the outputs of its replaced modules, before layers are fused."""
         return not (self.level == QUICK and self.loaded)
 

@@ -44,7 +44,7 @@ def test_every_missing_thing_says_what_it_would_give(cli: Cli, monkeypatch: pyte
 
 def test_torch_that_hangs(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     slow = _program(tmp_path / "python", "import time; time.sleep(30)")
-    monkeypatch.setattr(facts, "PATIENCE", 0.5)
+    monkeypatch.setattr(facts, "TIMEOUT", 0.5)
     monkeypatch.setattr(sys, "executable", str(slow))
     start = time.perf_counter()
     result = cli("doctor")
@@ -73,7 +73,7 @@ def test_torch_that_is_broken(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, words: str) -> None:
     _program(tmp_path / "hipcc", body)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(facts, "PATIENCE", 2.0)
+    monkeypatch.setattr(facts, "TIMEOUT", 2.0)
     assert words in str(facts.compiler("hipcc"))
 
 

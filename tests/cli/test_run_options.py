@@ -92,7 +92,7 @@ def test_a_rate_is_that_of_64_tokens_or_none(cli: Cli, model: str, monkeypatch: 
     full, shown = rates("--compare", "--max-new-tokens", "4", "--prompt", "x" * 200)
     assert full is None
     assert f"the context of {CONTEXT} has no room" in shown
-    monkeypatch.setattr(generation, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(generation, "MAX_SECONDS", 0.0)
     slow, shown = rates("--compare", "--max-new-tokens", "4")
     assert slow is None
     assert "not measured: 64 tokens take over 0 s" in shown

@@ -186,8 +186,8 @@ def test_auto_takes_transformers_without_a_gpu(folder: Path, installed: dict[str
     from accelpatch.cli import serve_engine
 
     installed["vllm"] = "0.32.0"
-    wanted = serve_engine.Wanted(str(folder), None, "auto", "cpu", None, "auto", [])
-    assert serve_engine.chosen(wanted) == "transformers"
+    served = serve_engine.Served(str(folder), None, "auto", "cpu", None, "auto", [])
+    assert serve_engine.choose(served) == "transformers"
 
 
 @pytest.mark.parametrize("address", [Address("0.0.0.0"), Address(api_key="\n")], ids=["no key", "a bad key"])
