@@ -24,7 +24,7 @@ from gates.jit_assembly import ARCHS, refused, sample
 from accelpatch.jit import table
 from accelpatch.jit.assembler import Tools, assembled
 from accelpatch.jit.kernel import Kernel
-from accelpatch.jit.passes.matrix import passes
+from accelpatch.jit.passes.matrix import matrix_passes
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples/jit"
@@ -62,8 +62,9 @@ def faults_of_passes(arch: str) -> Iterator[str]:
     cycles = {name: int(latency) for latency, name in re.findall(r"^ +\d+ +(\d+) .*?(v_\w+)", said, re.M)}
     for form in forms:
         # LLVM prints the name of an arch's own spelling, so that aliases are not found.
-        if form.name in cycles and passes(form.name, arch) + _DEPENDENT != cycles[form.name]:
-            yield f"{arch}: {form.name}: {passes(form.name, arch)} passes, by llvm-mca {cycles[form.name] - _DEPENDENT}"
+        passes = matrix_passes(form.name, arch)
+        if form.name in cycles and passes + _DEPENDENT != cycles[form.name]:
+            yield f"{arch}: {form.name}: {passes} passes, by llvm-mca {cycles[form.name] - _DEPENDENT}"
     if len(cycles) < len(forms) / 3:
         yield f"{arch}: llvm-mca says how long {len(cycles)} of {len(forms)} matrix instructions take"
 

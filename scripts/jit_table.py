@@ -22,7 +22,7 @@ from typing import Any
 
 from gates.jit_assembly import ARCHS, refused, sample
 
-from accelpatch.jit.table import Form, Operand, parse
+from accelpatch.jit.table import Form, Slot, parse
 
 TABLE = Path(__file__).parent.parent / "accelpatch/jit/table/instructions.txt"
 HEAD = """\
@@ -121,7 +121,7 @@ def written(name: str, key: str, code: str) -> str:
     return "+" if partly or re.search(r"v_(fmac|mac|dot\dc|pk_fmac)_|v_smfmac|v_cvt_(sr|pk)_.*(fp8|bf8)", name) else "="
 
 
-def operand(name: str, key: str, bits: int, kind: str, code: str) -> Operand:
+def operand(name: str, key: str, bits: int, kind: str, code: str) -> Slot:
     dwords = (-(-bits // 32),)
     kinds = KINDS[kind]
     if kinds in ("n", "b"):
@@ -134,7 +134,7 @@ def operand(name: str, key: str, bits: int, kind: str, code: str) -> Operand:
         kinds, dwords = "vo", (1, 2)
     if key == "saddr" and name.startswith("scratch_"):
         dwords = (1,)
-    return Operand(written(name, key, code), kinds, dwords)
+    return Slot(written(name, key, code), kinds, dwords)
 
 
 def implicit(name: str, code: str, unit: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -185,17 +185,17 @@ def instruction(name: str, several: list[Encoding]) -> Form:
     operands = [operand(name, key, *widest.fields[key], code) for key in keys]
     if short and "src0" in keys and short.fields.get("src0", (0, ""))[1] == "OPR_SRC":
         at = keys.index("src0")
-        operands[at] = Operand("", "vsil", operands[at].dwords)
+        operands[at] = Slot("", "vsil", operands[at].dwords)
     if name in ("v_fmaak_f32", "v_madak_f16"):
-        operands.append(Operand("", "l", (1,)))
+        operands.append(Slot("", "l", (1,)))
     if name in ("v_fmamk_f32", "v_madmk_f16"):
-        operands.insert(2, Operand("", "l", (1,)))
+        operands.insert(2, Slot("", "l", (1,)))
     if name == "s_setreg_imm32_b32":
-        operands.append(Operand("", "l", (1,)))
+        operands.append(Slot("", "l", (1,)))
     if widest.unit == "scratch" and "store" in name:
-        operands[0] = Operand("", "vo", (1,))
+        operands[0] = Slot("", "vo", (1,))
     if name.startswith("v_swap_") or re.match(r"v_permlane\d+_swap", name):
-        operands[1] = Operand("+", "v", operands[1].dwords)
+        operands[1] = Slot("+", "v", operands[1].dwords)
     unit = "trans" if TRANSCENDENTAL.fullmatch(name) else widest.unit
     unit = "matrix" if name.startswith(("v_mfma", "v_smfmac")) else unit
     reads, writes = implicit(name, code, unit)
@@ -223,8 +223,8 @@ def renamed(one: Form) -> Iterator[Form]:
 
 def matrix() -> Iterator[Form]:
     for name, (result, a, b) in MATRIX.items():
-        operands = (Operand("=", "va", (result,)), Operand("", "va", (a,)), Operand("", "va", (b,)),
-                    Operand("", "vai", (result,)))  # fmt: skip
+        operands = (Slot("=", "va", (result,)), Slot("", "va", (a,)), Slot("", "va", (b,)),
+                    Slot("", "vai", (result,)))  # fmt: skip
         yield Form(name, "matrix", (), (), (), (), operands)
 
 

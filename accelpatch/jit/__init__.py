@@ -1,4 +1,4 @@
-"""Kernels written in Python: a generator of CDNA assembly, and an emulator that runs it where there is no GPU.
+"""Kernels written in Python: a compiler to CDNA assembly, and an emulator that runs it where there is no GPU.
 
     @accelpatch.jit()
     def kernel(J, N, out: "int*"):
@@ -6,8 +6,8 @@
 
     kernel([1], [64], 32, tensor)
 
-The module is itself the decorator: ``accelpatch.jit()`` and ``from accelpatch.jit import jit`` are the same.
-docs/jit.md teaches it.
+The module itself is callable: ``accelpatch.jit()`` and ``jit()`` of ``from accelpatch.jit import jit`` are the same
+decorator. docs/jit.md is a tutorial.
 """
 
 from __future__ import annotations

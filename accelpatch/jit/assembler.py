@@ -1,6 +1,7 @@
-"""Assembly text to a code object, by ROCm's clang where there is one, else by LLVM 19, or the ziglang wheel's clang.
+"""Assembles text to a code object, by ROCm's clang if it is installed, otherwise by LLVM 19 or the ziglang wheel's
+clang.
 
-Code objects are cached in the user's cache folder, keyed by what they were made from.
+Code objects are cached in the user's cache folder; the key is a digest of all inputs.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ _LINK = ("-shared", "--no-undefined")
 
 @dataclass(frozen=True)
 class Tools:
-    """Commands that assemble and link, and their description for the cache's key."""
+    """The commands that assemble and link."""
 
     assemble: tuple[str, ...]
     link: tuple[str, ...]
 
     def version(self) -> str:
+        """The assembler's version, for the cache's key."""
         done = subprocess.run([*self.assemble, "--version"], capture_output=True, text=True, check=False)
         return done.stdout.partition("\n")[0]
 
@@ -53,7 +55,7 @@ def tools(arch: str) -> Tools:
 
 
 def _zig() -> Path | None:
-    """The compiler of the ziglang wheel, where Python finds the wheel or in the gate's folder of this environment."""
+    """The compiler of the ziglang wheel, as a Python package or in the folder "gate" of this environment."""
     spec = util.find_spec("ziglang")
     folders = [Path(one) for one in (spec.submodule_search_locations or ()) if spec] if spec else []
     folders.append(Path(sys.prefix) / "gate" / "ziglang")
@@ -86,10 +88,10 @@ def _explained(errors: str, text: str) -> str:
 
 
 def code_object(text: str, arch: str, made_from: dict[str, Any]) -> bytes:
-    """The code object from the cache; where it is missing it is assembled and cached. made_from: the kernel's source
-    and compile-time arguments.
+    """The code object from the cache; a missing one is assembled and cached. made_from: the kernel's source and
+    compile-time arguments.
 
-    Raises CacheError where the cache's entry is not what this kernel was made from, or is damaged.
+    Raises CacheError for an entry of the cache with other inputs, or with damaged code.
     """
     chosen = tools(arch)
     facts = {**made_from, "arch": arch, "tools": chosen.version(), "version": _version(),

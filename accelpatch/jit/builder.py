@@ -1,4 +1,4 @@
-"""``J``, what a kernel is written with: registers, instructions by name, LDS. Control flow is its base class."""
+"""``J``, through which a kernel is written: registers, instructions by name, LDS. Its base class has control flow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accelpatch.jit import expressions, instructions, selection, types
 from accelpatch.jit.constants import inline_text, text, words
 from accelpatch.jit.control_flow import ControlFlow
 from accelpatch.jit.expressions import Condition, Constant, Given, Node, Unary
-from accelpatch.jit.ir import HIDDEN, Instruction, Operand, Part, Program, Region
+from accelpatch.jit.ir import Instruction, Operand, Part, Program, Region, special_regunits
 from accelpatch.jit.location import Line, fail, here
 from accelpatch.jit.prologue import Index, Prologue
 from accelpatch.jit.registers import Value
@@ -19,7 +19,7 @@ from accelpatch.jit.types import Type
 
 _LDS = {"gfx90a": 64 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}  # bytes of a workgroup
 
-_EXEC = ((1 << HIDDEN["exec"][1]) - 1) << HIDDEN["exec"][0]
+_EXEC = special_regunits("exec")
 
 
 class Builder(ControlFlow):
@@ -27,7 +27,7 @@ class Builder(ControlFlow):
 
     def __init__(self, program: Program):
         super().__init__(program)
-        self.line: Line | None = program.line  # of instructions that no line of the kernel asks for
+        self.line: Line | None = program.line  # for instructions that no line of the kernel stands for; None: here()
         self.prologue = Prologue(self)
         self.blockIdx, self.threadIdx = Index("block", self.prologue), Index("thread", self.prologue)
         self.line = None
@@ -57,47 +57,47 @@ class Builder(ControlFlow):
         shape = [one for one in description[: _type_at(description)] if isinstance(one, int)]
         rest = description[len(shape) :]
         if rest and isinstance(rest[0], str):
-            (file, of), initial = types.register(rest[0]), rest[1:]
+            (file, dtype), initial = types.register(rest[0]), rest[1:]
         elif len(rest) == 1 and isinstance(rest[0], Node) and not shape:
-            file, of, initial = _kind_of(rest[0]), rest[0].type, rest
+            file, dtype, initial = _kind_of(rest[0]), rest[0].type, rest
             shape = [rest[0].count]
         else:
             fail(f"gpr takes a shape, a type such as 'vf32' and initial values, or one expression; not {description}")
         if any(size < 1 for size in shape):
             fail(f"no array of registers has the shape {tuple(shape)}")
-        made = self._value(file, of, tuple(shape) or (1,), name)
+        made = self._value(file, dtype, tuple(shape) or (1,), name)
         if initial and len(initial) not in (1, made.count):
             fail(f"{len(initial)} initial values for {made.count} registers: give one, or one for each")
         if len(initial) == 1:
             made[:] = initial[0]
         for at, one in enumerate(initial if len(initial) > 1 else ()):
-            selection.assign(self, made.element(at), expressions.constant(one, of))
+            selection.assign(self, made.element(at), expressions.constant(one, dtype))
         return made
 
-    def temporary(self, file: str, of: Type, count: int = 1) -> Value:
-        """Registers that have no name in the kernel's Python."""
-        return self._value(file, of, (count,), "a temporary")
+    def temporary(self, file: str, dtype: Type, count: int = 1) -> Value:
+        """Registers for an intermediate result of the jit."""
+        return self._value(file, dtype, (count,), "a temporary")
 
-    def named(self, file: str, of: Type, name: str) -> Value:
-        """Registers of one element that the jit names itself."""
-        return self._value(file, of, (1,), name)
+    def named(self, file: str, dtype: Type, name: str) -> Value:
+        """Registers of one element, with a name that the jit gives."""
+        return self._value(file, dtype, (1,), name)
 
-    def fixed(self, file: str, of: Type, name: str, at: int) -> Value:
+    def fixed(self, file: str, dtype: Type, name: str, at: int) -> Value:
         """Registers that the hardware fills before the kernel starts."""
-        return self._value(file, of, (1,), name, at)
+        return self._value(file, dtype, (1,), name, at)
 
-    def _value(self, file: str, of: Type, shape: tuple[int, ...], name: str, fixed: int | None = None) -> Value:
+    def _value(self, file: str, dtype: Type, shape: tuple[int, ...], name: str, fixed: int | None = None) -> Value:
         count = 1
         for size in shape:
             count *= size
-        register = self.program.new_register(file, count * of.dwords, self.line or here(), name, fixed)
-        # Pairs are the rule for what is wider than one register, and arrays are read by wide instructions.
+        register = self.program.new_register(file, count * dtype.dwords, self.line or here(), name, fixed)
+        # Two or more registers begin at an even number, as most instructions need that of wide operands.
         register.alignment[0] = instructions.alignment(file, min(register.dwords, 2))
-        return Value(register, 0, shape, of, lambda target, node: selection.assign(self, target, node))
+        return Value(register, 0, shape, dtype, lambda target, node: selection.assign(self, target, node))
 
-    def emit(self, name: str, *operands: Given | Operand, mod: str = "", own: bool = False) -> Instruction:
+    def emit(self, name: str, *operands: Given | Operand, mod: str = "", in_prologue: bool = False) -> Instruction:
         """Append an instruction; expressions among its operands are computed first."""
-        self._settle()
+        self._end_if()
         words = list(operands)
         if name == "s_waitcnt" and not words:
             words, mod = [mod], ""
@@ -108,7 +108,7 @@ class Builder(ControlFlow):
         form = instructions.form_for(name, self.arch, len(words), mod)
         given = [self._operand(one, form, at) for at, one in enumerate(words)]
         made = instructions.instruction(form, given, mod, line, self.region)
-        made.own = own
+        made.in_prologue = in_prologue
         self.block.instructions.append(made)
         return made
 
@@ -129,9 +129,10 @@ class Builder(ControlFlow):
     def _computed(self, node: Node, form: Form, *, writes: bool) -> Operand:
         if writes:
             fail(f"{form.name} writes that operand: give registers, not an expression")
-        signs = form.unit in ("valu", "trans") and re.search(r"f(16|32|64)\b", form.name)  # for nothing: modifiers
-        if signs and isinstance(node, Unary) and node.type.is_float and isinstance(node.of, Value):
-            part, sign = node.of.part, "-" if node.op == "-" else "|"
+        # A sign or absolute value costs nothing where the instruction has a modifier for it.
+        has_modifiers = form.unit in ("valu", "trans") and re.search(r"f(16|32|64)\b", form.name)
+        if has_modifiers and isinstance(node, Unary) and node.type.is_float and isinstance(node.operand, Value):
+            part, sign = node.operand.part, "-" if node.op == "-" else "|"
             return Part(part.register, part.first, part.dwords, sign)
         if isinstance(node, Condition):
             return self.mask(node).part
@@ -140,15 +141,15 @@ class Builder(ControlFlow):
         return value.part
 
     def compute(self, node: Node, target: Value | None = None) -> Value | Constant:
-        """Emit what computes one element: into the target, or wherever its result then is."""
+        """Emit the computation of one element; returns its value, which is in the target if there is one."""
         return selection.evaluate(self, node, target)
 
     def operand(self, node: Node) -> Value | Constant:
-        """The same, for arithmetic to read: never an accumulator."""
+        """The same for an operand of arithmetic, which is never in an accumulator."""
         return selection.operand(self, node)
 
     def mask(self, condition: Condition) -> Value:
-        """Emit what makes a condition a mask of lanes, 64 bits of scalar registers."""
+        """Emit the computation of a condition as a lane mask, 64 bits of scalar registers."""
         return selection.mask(self, condition)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -174,9 +175,9 @@ class Builder(ControlFlow):
         return start
 
     def buffer(self, base: Node, bytes: Given) -> Value:
-        """A buffer descriptor for the ``buffer_`` instructions: a base address (u64), and how many bytes are there.
+        """A buffer descriptor for the ``buffer_`` instructions, of a base address (u64) and a size in bytes.
 
-        What lies outside is not written, and reads as zero.
+        Stores outside of the buffer are dropped, and loads return zero.
         """
         made = self.gpr(4, "su32", name="a buffer descriptor")
         made.view("u64")[0] = base
@@ -196,14 +197,14 @@ class Builder(ControlFlow):
         return expressions.binary("max", left, right)
 
     def any(self, condition: Condition) -> Node:
-        """Whether a condition of vectors holds for any active lane: a condition of scalars."""
+        """Whether a vector condition holds for any active lane: a scalar condition."""
         active = self.temporary("s", types.U64)
         self.emit("s_and_b64", active, self.mask(condition), "exec")
         return expressions.compare("!=", active, 0)
 
 
 def _type_at(description: Sequence[Any]) -> int:
-    """Where the type stands among the arguments of gpr."""
+    """The index of the type among the arguments of gpr."""
     return next((at for at, one in enumerate(description) if isinstance(one, str)), len(description))
 
 
@@ -214,7 +215,7 @@ def _kind_of(node: Node) -> str:
 
 
 def _type_in(name: str, value: float) -> Type:
-    """What a Python number is in an instruction: an integer, or a float of the width that the name ends in."""
+    """The type of a Python number as an operand: an integer, or a float of the width that the mnemonic ends in."""
     if isinstance(value, int):
         return types.I32
     width = next((one for one in ("f64", "f16") if name.endswith(one)), "f32")

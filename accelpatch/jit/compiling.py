@@ -11,7 +11,7 @@ from accelpatch.jit.emission import assembly
 from accelpatch.jit.ir import Program
 from accelpatch.jit.location import Line, fail
 from accelpatch.jit.passes import pipeline
-from accelpatch.jit.passes.allocation import Places, RegistersRunOut
+from accelpatch.jit.passes.allocation import Allocation, OutOfRegisters
 from accelpatch.jit.table import ARCHS
 from accelpatch.jit.types import Argument
 
@@ -21,7 +21,7 @@ class Compiled:
     """A kernel for one arch and one set of compile-time arguments."""
 
     program: Program
-    places: Places
+    allocation: Allocation
     assembly: str
 
     @property
@@ -38,8 +38,8 @@ def compiled(
     function: Callable[..., Any], arch: str, threads: int, arguments: Sequence[Argument],
     constants: Mapping[str, object], *, waits: str = "checked", without: Collection[str] = (),
 ) -> Compiled:  # fmt: skip
-    """waits and without: as ``jit()`` takes them. Where registers run out, the passes that hold values for longer are
-    left out. Raises CompileError, with the Python line, for all that is wrong with the kernel."""
+    """waits and without: as in ``jit()``. If registers run out, the kernel is compiled again without the passes that
+    lengthen live ranges. Raises CompileError, with the Python line, for a kernel that is wrong."""
     code = function.__code__
     line = Line(code.co_filename, code.co_firstlineno)
     if arch not in ARCHS.values():
@@ -47,15 +47,15 @@ def compiled(
     program = Program(function.__name__, arch, threads, tuple(arguments), line, waits=waits)
     J = _built(program, function, constants)
     try:
-        places = pipeline.run(program, without)
-    except RegistersRunOut:
-        if set(pipeline.HOLDING) <= set(without):
+        allocation = pipeline.run(program, without)
+    except OutOfRegisters:
+        if set(pipeline.LENGTHENING) <= set(without):
             raise
-        fewer = {*without, *pipeline.HOLDING}
+        fewer = {*without, *pipeline.LENGTHENING}
         made = compiled(function, arch, threads, arguments, constants, waits=waits, without=fewer)
-        made.program.note(" and ".join(pipeline.HOLDING), "left out, as registers run out with them", line)
+        made.program.note(" and ".join(pipeline.LENGTHENING), "left out, as registers run out with them", line)
         return made
-    return Compiled(program, places, assembly(program, places, J.prologue.items))
+    return Compiled(program, allocation, assembly(program, allocation, J.prologue.dimension))
 
 
 def _built(program: Program, function: Callable[..., Any], constants: Mapping[str, object]) -> Builder:
@@ -65,7 +65,7 @@ def _built(program: Program, function: Callable[..., Any], constants: Mapping[st
     function(J, **constants, **values)
     J.line = program.line
     if any(one.name.startswith(("s_store", "s_buffer_store")) for one in program.instructions()):
-        J.emit("s_dcache_wb")  # what scalars stored lies in a cache that nothing else reads
+        J.emit("s_dcache_wb")  # scalar stores stay in the scalar cache, which is not coherent, until it is written back
     J.emit("s_endpgm")
     J.prologue.finish()
     return J

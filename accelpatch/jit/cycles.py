@@ -1,7 +1,7 @@
-"""What llvm-mca says of assembly: cycles of a wavefront that has the machine to itself, one after the other.
+"""Cycle counts of assembly by llvm-mca, for a single wavefront.
 
-It knows how long instructions take and which wait for each other, and nothing of caches, of other wavefronts, or of how
-busy memory is. It serves to compare two ways of writing a loop, never to predict a time.
+Its model has the latencies of instructions and their dependencies, but no caches, other wavefronts or memory bandwidth.
+It can compare two versions of a loop, but not predict a time.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ def instructions(lines: Sequence[str]) -> list[str]:
 
 
 def loops(lines: Sequence[str]) -> list[list[str]]:
-    """The instructions of each loop: from a label to the last branch back to it, loops inside of others first."""
-    places = {found[1]: at for at, line in enumerate(lines) if (found := _LABEL.match(line))}
+    """The instructions of each loop, from a label to the last branch back to it; short loops first, so inner ones
+    before outer ones."""
+    allocation = {found[1]: at for at, line in enumerate(lines) if (found := _LABEL.match(line))}
     ends: dict[int, int] = {}
     for at, line in enumerate(lines):
         found = re.match(r"s_c?branch\w* +(\S+)", line)
-        if found and places.get(found[1], at) < at:
-            ends[places[found[1]]] = at + 1
+        if found and allocation.get(found[1], at) < at:
+            ends[allocation[found[1]]] = at + 1
     return [instructions(lines[start:end]) for start, end in sorted(ends.items(), key=lambda one: one[1] - one[0])]
 
 
@@ -53,9 +54,9 @@ def bytes_loaded(lines: Sequence[str]) -> int:
 
 
 def cycles(lines: Sequence[str], arch: str, rounds: int = 1) -> float:
-    """Cycles that so many rounds of the instructions take, each; by LLVM's model of the arch, which gfx950 has none of
-    before LLVM 20. An s_nop counts as the wait states that it is. Raises CompileError where there is no llvm-mca, or it
-    does not know an instruction."""
+    """Cycles per round of the instructions, over so many rounds, by LLVM's model of the arch (before LLVM 20 there is
+    none for gfx950). An s_nop counts as its number of wait states. Raises CompileError where there is no llvm-mca, or
+    it does not know an instruction."""
     tool = next((found for one in _TOOLS if (found := shutil.which(one))), None)
     if tool is None:
         raise CompileError("there is no llvm-mca here: install Debian's llvm-19, or ROCm with its LLVM")
@@ -69,8 +70,9 @@ def cycles(lines: Sequence[str], arch: str, rounds: int = 1) -> float:
 
 
 def _plain(line: str) -> list[str]:
-    """A line as llvm-mca can count it: one s_nop for each wait state, no labels, which it does not have, and global
-    memory in place of buffers, on which that of LLVM 19 aborts: both take as long."""
+    """A line in a form that llvm-mca can count: an s_nop for each wait state; an s_nop in place of a branch, whose
+    label it does not know; and global accesses in place of buffer accesses, which have the same latency, but abort LLVM
+    19's llvm-mca."""
     if found := re.match(r"s_nop +(\w+)", line):
         return ["s_nop 0"] * (int(found[1], 0) + 1)
     if found := re.match(r"buffer_(load|store)_(\w+) +([^,]+), *([^,]+), *s\[(\d+):\d+\]", line):

@@ -1,19 +1,19 @@
-"""Assembly text of a program whose registers have places: code object version 5, as clang writes it for HIP."""
+"""Assembly text of a program after register allocation: code object version 5, as clang writes it for HIP."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from accelpatch.jit.ir import Instruction, Operand, Program
-from accelpatch.jit.passes.allocation import Places
-from accelpatch.jit.prologue import FIXED_SCALARS, layout
+from accelpatch.jit.passes.allocation import Allocation
+from accelpatch.jit.prologue import FIXED_SCALARS, kernarg_layout
 from accelpatch.jit.types import Argument
 
 WAVE = 64
 
 
-def assembly(program: Program, places: Places, items: int) -> str:
-    """The file for an assembler. items: the highest dimension of threadIdx that the kernel uses, 0 to 2."""
+def assembly(program: Program, allocation: Allocation, dimension: int) -> str:
+    """The file for an assembler. dimension: the highest one of threadIdx that the kernel uses, 0 to 2."""
     name = program.name
     lines = [
         f'\t.amdgcn_target "amdgcn-amd-amdhsa--{program.arch}"', "\t.amdhsa_code_object_version 5", "\t.text",
@@ -21,45 +21,46 @@ def assembly(program: Program, places: Places, items: int) -> str:
     ]  # fmt: skip
     for block in program.blocks:
         lines.append(f"{_label(program, block.label)}:")
-        lines += [_line(program, one, places) for one in block.instructions]
+        lines += [_line(program, one, allocation) for one in block.instructions]
     lines += [f".Lend_{name}:", f"\t.size\t{name}, .Lend_{name}-{name}"]
-    return "\n".join([*lines, *_descriptor(program, places, items), *_metadata(program, places), ""])
+    return "\n".join([*lines, *_descriptor(program, allocation, dimension), *_metadata(program, allocation), ""])
 
 
 def _label(program: Program, label: str) -> str:
     return f".L{program.name}_{label}"
 
 
-def _line(program: Program, one: Instruction, places: Places) -> str:
+def _line(program: Program, one: Instruction, allocation: Allocation) -> str:
     words = [
-        _label(program, str(operand)) if slot.kinds == "b" else _text(operand, places)
+        _label(program, str(operand)) if slot.kinds == "b" else _text(operand, allocation)
         for operand, slot in zip(one.operands, one.form.operands, strict=True)
     ]
     code = " ".join(filter(None, (one.name, ", ".join(words), one.mod)))
     return f"\t{code}\t// {one.line}"
 
 
-def _text(operand: Operand, places: Places) -> str:
+def _text(operand: Operand, allocation: Allocation) -> str:
     if isinstance(operand, str):
         return operand
-    file, first = operand.register.file, places.of[operand.register] + operand.first
+    file, first = operand.register.file, allocation.first[operand.register] + operand.first
     name = f"{file}{first}" if operand.dwords == 1 else f"{file}[{first}:{first + operand.dwords - 1}]"
     return {"": name, "-": f"-{name}", "|": f"|{name}|", "-|": f"-|{name}|"}[operand.sign]
 
 
-def _vectors(places: Places) -> int:
-    """Where accumulators begin in the one file that holds both: after the vector registers, a multiple of four."""
-    return max(4, -(-places.used["v"] // 4) * 4)
+def _accum_offset(allocation: Allocation) -> int:
+    """Where accumulators begin in the register file that they share with the vector registers: a multiple of four."""
+    return max(4, -(-allocation.used["v"] // 4) * 4)
 
 
-def _descriptor(program: Program, places: Places, items: int) -> list[str]:
-    total = _vectors(places) + places.used["a"] if places.used["a"] else max(1, places.used["v"])
+def _descriptor(program: Program, allocation: Allocation, dimension: int) -> list[str]:
+    used = allocation.used
+    total = _accum_offset(allocation) + used["a"] if used["a"] else max(1, used["v"])
     settings = {
         "group_segment_fixed_size": program.lds, "private_segment_fixed_size": 0,
-        "kernarg_size": layout(program.arguments)[1], "user_sgpr_count": 2, "user_sgpr_kernarg_segment_ptr": 1,
+        "kernarg_size": kernarg_layout(program.arguments)[1], "user_sgpr_count": 2, "user_sgpr_kernarg_segment_ptr": 1,
         "system_sgpr_workgroup_id_x": 1, "system_sgpr_workgroup_id_y": 1, "system_sgpr_workgroup_id_z": 1,
-        "system_vgpr_workitem_id": items, "next_free_vgpr": total,
-        "next_free_sgpr": max(FIXED_SCALARS, places.used["s"]), "accum_offset": _vectors(places), "reserve_vcc": 1,
+        "system_vgpr_workitem_id": dimension, "next_free_vgpr": total,
+        "next_free_sgpr": max(FIXED_SCALARS, used["s"]), "accum_offset": _accum_offset(allocation), "reserve_vcc": 1,
         "float_round_mode_32": 0, "float_round_mode_16_64": 0, "float_denorm_mode_32": 3,
         "float_denorm_mode_16_64": 3, "dx10_clamp": 1, "ieee_mode": 1,
     }  # fmt: skip
@@ -69,17 +70,18 @@ def _descriptor(program: Program, places: Places, items: int) -> list[str]:
     ]  # fmt: skip
 
 
-def _metadata(program: Program, places: Places) -> list[str]:
-    offsets, size = layout(program.arguments)
+def _metadata(program: Program, allocation: Allocation) -> list[str]:
+    used = allocation.used
+    offsets, size = kernarg_layout(program.arguments)
     return [
-        "\t.amdgpu_metadata", "---", "amdhsa.kernels:", f"  - .agpr_count:     {places.used['a']}",
+        "\t.amdgpu_metadata", "---", "amdhsa.kernels:", f"  - .agpr_count:     {used['a']}",
         *_arguments(program.arguments, offsets),
         f"    .group_segment_fixed_size: {program.lds}", "    .kernarg_segment_align: 8",
         f"    .kernarg_segment_size: {size}", f"    .max_flat_workgroup_size: {program.threads}",
         f"    .name:           '{program.name}'", "    .private_segment_fixed_size: 0",
-        f"    .sgpr_count:     {max(FIXED_SCALARS, places.used['s']) + 6}", "    .sgpr_spill_count: 0",
+        f"    .sgpr_count:     {max(FIXED_SCALARS, used['s']) + 6}", "    .sgpr_spill_count: 0",
         f"    .symbol:         '{program.name}.kd'", "    .uniform_work_group_size: 1",
-        f"    .vgpr_count:     {_vectors(places) + places.used['a'] if places.used['a'] else places.used['v']}",
+        f"    .vgpr_count:     {_accum_offset(allocation) + used['a'] if used['a'] else used['v']}",
         "    .vgpr_spill_count: 0", f"    .wavefront_size: {WAVE}",
         f"amdhsa.target:   amdgcn-amd-amdhsa--{program.arch}", "amdhsa.version:", "  - 1", "  - 2", "...",
         "\t.end_amdgpu_metadata",

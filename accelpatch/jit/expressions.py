@@ -1,7 +1,7 @@
-"""Expressions on registers: trees that stand for a computation until they are assigned, tested or used as an operand.
+"""Expressions on registers: trees, which become instructions when they are assigned, tested or used as an operand.
 
-Nothing here emits instructions; accelpatch.jit.selection does. Constants are folded, and sums of a constant and a
-constant put together, as the tree is built.
+accelpatch.jit.selection emits the instructions. Constants are folded while a tree is built, also in sums such as
+(x + 1) + 2.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from accelpatch.jit.types import B1, Type
 
 
 class Node:
-    """An expression. file: s or v (or a, of a register alone). type: of an element. count: its elements."""
+    """An expression. file: the register file of its result, s or v; a for accumulators themselves. type: of an element.
+    count: how many elements it has."""
 
     file: str
     type: Type
     count: int = 1
 
     def element(self, at: int) -> Node:
-        """The expression of one element; of a single one it is the same for every element."""
+        """The expression of one element. An expression with a single element is broadcast: it is every element."""
         raise NotImplementedError
 
     def __getitem__(self, at: Any) -> Node:
@@ -51,7 +52,7 @@ Given = Node | int | float
 
 @dataclass(eq=False)
 class Constant(Node):
-    """A number. Its type is that of what it is used with."""
+    """A number, with the type of the other operand."""
 
     value: int | float
     type: Type
@@ -64,7 +65,7 @@ class Constant(Node):
 
 @dataclass(eq=False)
 class Binary(Node):
-    """op: + - * / % << >> & | ^ min max, and mulhi, the upper half of a product."""
+    """op: + - * / % << >> & | ^ min max, and mulhi, the upper half of the product of integers."""
 
     op: str
     left: Node
@@ -83,29 +84,30 @@ class Unary(Node):
     """op: - ~ abs."""
 
     op: str
-    of: Node
+    operand: Node
 
     def __post_init__(self) -> None:
-        self.type, self.count, self.file = self.of.type, self.of.count, _file(self.of)
+        self.type, self.count, self.file = self.operand.type, self.operand.count, _file(self.operand)
 
     def element(self, at: int) -> Node:
-        return self if self.count == 1 else Unary(self.op, self.of.element(at))
+        return self if self.count == 1 else Unary(self.op, self.operand.element(at))
 
 
 @dataclass(eq=False)
 class Convert(Node):
-    of: Node
+    operand: Node
     type: Type
 
     def __post_init__(self) -> None:
-        self.count, self.file = self.of.count, _file(self.of)
+        self.count, self.file = self.operand.count, _file(self.operand)
 
     def element(self, at: int) -> Node:
-        return self if self.count == 1 else Convert(self.of.element(at), self.type)
+        return self if self.count == 1 else Convert(self.operand.element(at), self.type)
 
 
 class Condition(Node):
-    """What is true or false: of the whole wavefront (file s) or of each lane (file v)."""
+    """A truth value: one for the wavefront (file s, a scalar condition) or one per lane (file v, a vector
+    condition)."""
 
     type = B1
 
@@ -132,10 +134,10 @@ class Logic(Condition):
     """op: & | ^ of two conditions, ~ of one."""
 
     op: str
-    of: tuple[Condition, ...]
+    operands: tuple[Condition, ...]
 
     def __post_init__(self) -> None:
-        self.file = _file(*self.of)
+        self.file = _file(*self.operands)
 
 
 @dataclass(eq=False)
@@ -170,12 +172,12 @@ _FOLDED: Mapping[str, Callable[[Any, Any], Any]] = MappingProxyType({
     "|": operator.or_, "^": operator.xor, "min": min, "max": max,
 })  # fmt: skip
 _SIGNS: Mapping[str, Callable[[Any], Any]] = MappingProxyType({"-": operator.neg, "~": operator.invert, "abs": abs})
-#: x op right is x
+#: op -> the right operand with which x op right is x
 _NEUTRAL = MappingProxyType({"+": 0, "-": 0, "*": 1, "/": 1, "<<": 0, ">>": 0, "|": 0, "^": 0})
 
 
 def constant(value: Given, like: Type) -> Node:
-    """A Python number as an expression of a type, expressions as they are."""
+    """A Python number as a constant of a type; an expression is returned as it is."""
     if isinstance(value, Node):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -185,8 +187,9 @@ def constant(value: Given, like: Type) -> Node:
     return Constant(float(value) if like.is_float else value, like)
 
 
-def together(left: Given, right: Given) -> tuple[Node, Node]:
-    """Two operands with one type: numbers take the register's, i32 with u32 is read as u32, 32 bits are widened."""
+def unified(left: Given, right: Given) -> tuple[Node, Node]:
+    """Two operands, converted to one type: a number takes the other's type, i32 with u32 becomes u32, and 32 bits with
+    64 are widened."""
     if isinstance(left, Node):
         right = constant(right, left.type)
     elif isinstance(right, Node):
@@ -216,12 +219,12 @@ def convert(node: Node, to: Type) -> Node:
 
 
 def binary(op: str, left: Given, right: Given) -> Node:
-    """An operation on two expressions, simplified where that is plain."""
+    """An operation on two expressions, with constants folded and neutral operands removed."""
     if op in ("<<", ">>") and isinstance(left, Node):
         right = constant(right, types.U32) if not isinstance(right, Node) else right
         a, b = left, right
     else:
-        a, b = together(left, right)
+        a, b = unified(left, right)
     if isinstance(a, Condition) and isinstance(b, Condition):
         return (
             Logic(op, (a, b)) if op in ("&", "|", "^") else fail(f"{op} is nothing that conditions have: use & and |")
@@ -247,14 +250,14 @@ def binary(op: str, left: Given, right: Given) -> Node:
 
 def unary(op: str, of: Node) -> Node:
     if isinstance(of, Condition):
-        return of.of[0] if isinstance(of, Logic) and of.op == "~" else Logic("~", (of,))
+        return of.operands[0] if isinstance(of, Logic) and of.op == "~" else Logic("~", (of,))
     if isinstance(of, Constant):
         return Constant(_SIGNS[op](of.value), of.type)
     return Unary(op, of)
 
 
 def compare(op: str, left: Given, right: Given) -> Condition:
-    a, b = together(left, right)
+    a, b = unified(left, right)
     mirrored = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
     if isinstance(a, Constant):
         a, b, op = b, a, mirrored.get(op, op)
@@ -267,11 +270,11 @@ def select(condition: Node, yes: Given, no: Given) -> Node:
     if not isinstance(yes, Node) and not isinstance(no, Node):
         like = types.F32 if isinstance(yes, float) or isinstance(no, float) else types.I32
         yes, no = constant(yes, like), constant(no, like)
-    return Select(condition, *together(yes, no))
+    return Select(condition, *unified(yes, no))
 
 
 def _operators() -> None:
-    """Gives Node Python's operators: each is one of the functions above."""
+    """Define Python's operators on Node, by the functions above."""
     names = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "%": "mod", "<<": "lshift", ">>": "rshift",
              "&": "and", "|": "or", "^": "xor"}  # fmt: skip
     for op, name in [*names.items(), ("/", "floordiv")]:

@@ -1,4 +1,4 @@
-"""From a mnemonic and its operands to an instruction: which form it is, and whether its operands may stand there."""
+"""From a mnemonic and its operands to an instruction: finds its form, and checks the operands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from accelpatch.jit import table
-from accelpatch.jit.ir import HIDDEN, Instruction, Operand, Part, Region
+from accelpatch.jit.ir import SPECIAL, Instruction, Operand, Part, Region, special_regunits
 from accelpatch.jit.location import Line, fail
 from accelpatch.jit.table import Form
 
@@ -16,13 +16,13 @@ _NUMBER = re.compile(r"-?(\d+|0x[0-9a-f]+|\d+\.\d+)")
 _FLOAT_INLINE = ("0.5", "1.0", "2.0", "4.0", "-0.5", "-1.0", "-2.0", "-4.0", "0.15915494")
 _MEANING = {"v": "a vector register", "a": "an accumulator", "s": "a scalar register", "i": "an inline constant",
             "l": "a constant", "n": "a number", "o": '"off"', "b": "a label"}  # fmt: skip
-#: instructions of the vector unit read one scalar register or literal, whatever number of operands name it
+#: execution units with the constant bus limit: an instruction reads one scalar register or literal, maybe several times
 _VECTOR = ("valu", "trans", "matrix")
 _DPP = re.compile(r"\b(quad_perm|row_\w+|wave_\w+|row_bcast)\b")
 
 
 def forms(name: str, arch: str) -> list[Form]:
-    """The forms that an arch has of a mnemonic. Raises CompileError where it has none."""
+    """The forms of a mnemonic on an arch. Raises CompileError where there is none."""
     found = table.lookup(name) or table.lookup(_ENCODING.sub("", name))
     if not found:
         near = difflib.get_close_matches(name, table.lines(), 3)
@@ -35,7 +35,7 @@ def forms(name: str, arch: str) -> list[Form]:
 
 
 def form_for(name: str, arch: str, count: int, mod: str) -> Form:
-    """The one form that takes this number of operands with these modifiers."""
+    """The form with this number of operands and these modifiers."""
     words = mod.split()
     fitting = [
         form for form in forms(name, arch) if len(form.operands) == count and ("lds" in words) == ("lds" in form.flags)
@@ -66,8 +66,8 @@ def instruction(form: Form, operands: Sequence[Operand], mod: str, line: Line, r
     return made
 
 
-def _why_not(operand: Operand, slot: table.Operand) -> str:
-    """Why an operand may not stand at a place, "" where it may."""
+def _why_not(operand: Operand, slot: table.Slot) -> str:
+    """Why an operand does not fit its slot, "" if it does."""
     wanted = " or ".join(_MEANING[kind] for kind in slot.kinds)
     if isinstance(operand, Part):
         if operand.register.file not in slot.kinds and not takes_copy(operand, slot):
@@ -75,8 +75,8 @@ def _why_not(operand: Operand, slot: table.Operand) -> str:
         if operand.dwords not in slot.dwords:
             return f"it takes {' or '.join(map(str, slot.dwords))} of 32 bits, not {operand.dwords}"
         return ""
-    if operand in HIDDEN:
-        return "" if "s" in slot.kinds and HIDDEN[operand][1] in slot.dwords else f"it takes {wanted}"
+    if operand in SPECIAL:
+        return "" if "s" in slot.kinds and SPECIAL[operand][1] in slot.dwords else f"it takes {wanted}"
     if slot.writes:
         return f"it is written, so it takes {wanted}"
     if "n" in slot.kinds or "b" in slot.kinds or (operand == "off" and "o" in slot.kinds):
@@ -88,8 +88,8 @@ def _why_not(operand: Operand, slot: table.Operand) -> str:
     return "" if "l" in slot.kinds else f"it takes {wanted}, and no constant but -16 to 64, 0.5, 1.0, 2.0, 4.0"
 
 
-def takes_copy(operand: Part, slot: table.Operand) -> bool:
-    """Whether an accumulator stands where only a vector register can: accumulator_moves makes a copy of it."""
+def takes_copy(operand: Part, slot: table.Slot) -> bool:
+    """Whether an accumulator is in a slot for vector registers only: the pass accumulator_moves copies it."""
     return operand.register.file == "a" and "a" not in slot.kinds and "v" in slot.kinds
 
 
@@ -113,7 +113,7 @@ def _shown(operand: Operand) -> str:
 
 
 def alignment(file: str, dwords: int) -> int:
-    """What the first register of an operand is a multiple of."""
+    """The alignment of an operand's first register."""
     if file == "s":
         return 1 if dwords == 1 else 2 if dwords == 2 else 4
     return 1 if dwords == 1 else 2
@@ -133,9 +133,9 @@ def _check_bus(form: Form, operands: Sequence[Operand], line: Line) -> None:
     sources = [operand for operand, slot in zip(operands, form.operands, strict=True) if slot.reads and not slot.writes]
     literals = {operand for operand in sources if is_literal(operand)}
     scalars = {
-        (operand.register.unit, operand.first) if isinstance(operand, Part) else operand
+        (operand.register.first_regunit, operand.first) if isinstance(operand, Part) else operand
         for operand in sources
-        if (isinstance(operand, Part) and operand.register.file == "s") or operand in HIDDEN
+        if (isinstance(operand, Part) and operand.register.file == "s") or operand in SPECIAL
     }
     if len(scalars) + len(literals) > 1:
         fail(f"{form.name} reads {len(scalars)} scalar registers and {len(literals)} literals: it can read one of all; "
@@ -146,11 +146,12 @@ def _check_bus(form: Form, operands: Sequence[Operand], line: Line) -> None:
         fail(f"{form.name} has no room for the literal {literals.pop()}: move it to a register first", line)
 
 
+#: last part of the mnemonic -> the alignment of an LDS offset in bytes
 _SIZES = {"b16": 2, "u16": 2, "i16": 2, "b64": 8, "b96": 16, "b128": 16}
 
 
 def _check_offset(form: Form, operands: Sequence[Operand], mod: str, line: Line) -> None:
-    """An offset that breaks the alignment of what is read in LDS or in scalar memory."""
+    """Raise CompileError for a misaligned offset in LDS or scalar memory."""
     last = operands[-1] if operands else ""
     if form.unit == "smem" and isinstance(last, str) and _NUMBER.fullmatch(last) and int(last, 0) % 4:
         fail(f"{form.name} has offset {last}, misaligned: it must be a multiple of 4", line)
@@ -161,20 +162,16 @@ def _check_offset(form: Form, operands: Sequence[Operand], mod: str, line: Line)
 
 
 def used(form: Form, operands: Sequence[Operand], mod: str) -> tuple[int, int]:
-    """Units that it reads and writes."""
-    reads = sum(_hidden(name) for name in form.reads)
-    writes = sum(_hidden(name) for name in form.writes)
+    """The register units that an instruction reads, and those that it writes, implicit operands included."""
+    reads = sum(special_regunits(name) for name in form.reads)
+    writes = sum(special_regunits(name) for name in form.writes)
+    # With these modifiers a result leaves a part of its register as it was, which counts as a read.
     partly = bool(_DPP.search(mod)) or "UNUSED_PRESERVE" in mod
     partly = partly or ("op_sel:" in mod and not form.name.startswith("v_pk_") and form.unit == "valu")
-    # An atomic of a buffer gives back what was there before only if it is asked to.
-    silent = form.name.startswith("buffer_atomic") and not {"glc", "sc0"} & set(mod.split())
+    # A buffer atomic returns the old value, in its data operand, only with glc or sc0.
+    returns_nothing = form.name.startswith("buffer_atomic") and not {"glc", "sc0"} & set(mod.split())
     for operand, slot in zip(operands, form.operands, strict=True):
-        mask = operand.mask if isinstance(operand, Part) else _hidden(operand) if operand in HIDDEN else 0
+        mask = operand.mask if isinstance(operand, Part) else special_regunits(operand) if operand in SPECIAL else 0
         reads |= mask if slot.reads or (slot.writes and partly) else 0
-        writes |= mask if slot.writes and not silent else 0
+        writes |= mask if slot.writes and not returns_nothing else 0
     return reads, writes
-
-
-def _hidden(name: str) -> int:
-    first, many = HIDDEN[name]
-    return ((1 << many) - 1) << first

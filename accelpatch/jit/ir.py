@@ -1,7 +1,8 @@
 """The intermediate representation: instructions on virtual registers, in basic blocks.
 
-Everything that can hold a value has a number, one for each 32 bits: its unit. The first ones are those of HIDDEN;
-each virtual register has a run of its own from ``Register.unit`` on. Sets of units are Python integers, a bit a unit.
+As in LLVM, a register unit (``regunit``) is the smallest part of a register that liveness is tracked for: 32 bits, with
+a number of its own. The first numbers belong to SPECIAL; each virtual register has consecutive ones from
+``Register.first_regunit`` on. A set of register units is a Python integer, with a bit for each.
 """
 
 from __future__ import annotations
@@ -13,19 +14,26 @@ from accelpatch.jit.location import Line
 from accelpatch.jit.table import Form
 from accelpatch.jit.types import Argument
 
-#: registers with places of their own -> the first unit and how many it has
-HIDDEN = {"scc": (0, 1), "vcc": (1, 2), "exec": (3, 2), "m0": (5, 1), "vcc_lo": (1, 1), "vcc_hi": (2, 1),
+#: registers that are not allocated -> the first register unit, and how many there are
+SPECIAL = {"scc": (0, 1), "vcc": (1, 2), "exec": (3, 2), "m0": (5, 1), "vcc_lo": (1, 1), "vcc_hi": (2, 1),
           "exec_lo": (3, 1), "exec_hi": (4, 1)}  # fmt: skip
-FIRST_UNIT = 6
+FIRST_REGUNIT = 6
+
+
+def special_regunits(name: str) -> int:
+    """The register units of a name in SPECIAL."""
+    first, count = SPECIAL[name]
+    return ((1 << count) - 1) << first
 
 
 @dataclass(frozen=True, eq=False)
 class Register:
-    """A virtual register or array of them. file: s, v or a. fixed: the place where the hardware puts it, if it does."""
+    """A virtual register, or an array of them. file: s, v or a. fixed: the number of its first physical register, where
+    the hardware determines that."""
 
     file: str
     dwords: int
-    unit: int
+    first_regunit: int
     line: Line
     label: str = ""
     fixed: int | None = None
@@ -38,7 +46,8 @@ class Register:
 
 @dataclass(frozen=True)
 class Part:
-    """Dwords ``first`` to ``first + dwords`` of a register, as an operand. sign: "-", "|" or "-|" of a float."""
+    """Dwords ``first`` to ``first + dwords`` of a register, as an operand. sign: the modifier of a float operand, "-"
+    for its negation, "|" for its absolute value, or "-|" for both."""
 
     register: Register
     first: int
@@ -47,7 +56,8 @@ class Part:
 
     @property
     def mask(self) -> int:
-        return ((1 << self.dwords) - 1) << (self.register.unit + self.first)
+        """Its register units."""
+        return ((1 << self.dwords) - 1) << (self.register.first_regunit + self.first)
 
 
 #: A register, or text as it stands in assembly: a constant, "off", "vcc", "vmcnt(0)"
@@ -56,9 +66,9 @@ Operand = Part | str
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Code that runs with one set of lanes: the kernel, and below it each branch of a condition of vectors.
+    """Code that runs with one exec mask: the whole kernel, and nested in it each branch of a vector condition.
 
-    manual: the kernel sets the lanes itself, so that nothing is known of which they are.
+    manual: the kernel itself has written exec, so that nothing is known about the mask.
     """
 
     parent: Region | None = None
@@ -72,14 +82,15 @@ class Region:
 
 @dataclass(eq=False, slots=True)
 class Instruction:
-    """One instruction. mod: its modifiers as text. own: whether the jit added it for itself (an argument's load)."""
+    """One instruction. mod: its modifiers as text. in_prologue: whether it belongs to the jit's prologue, such as the
+    load of an argument. reads, writes: register units, implicit operands included."""
 
     form: Form
     operands: tuple[Operand, ...]
     mod: str
     line: Line
     region: Region
-    own: bool = False
+    in_prologue: bool = False
     reads: int = 0
     writes: int = 0
 
@@ -89,7 +100,7 @@ class Instruction:
 
     @property
     def text(self) -> str:
-        """It in the words of assembly, virtual registers by their names."""
+        """The instruction as assembly shows it, but with names of virtual registers."""
         words = ", ".join(map(_shown, self.operands))
         return " ".join(filter(None, (self.name, words, self.mod)))
 
@@ -98,18 +109,19 @@ def _shown(operand: Operand) -> str:
     if isinstance(operand, str):
         return operand
     register, last = operand.register, operand.first + operand.dwords - 1
-    name = f"{register.name.replace(' ', '_')}.{register.unit}"
+    name = f"{register.name.replace(' ', '_')}.{register.first_regunit}"
     inside = "" if operand.dwords == register.dwords else f"[{operand.first}:{last}]"
     return f"{operand.sign[:1]}%{register.file}.{name}{inside}"
 
 
 @dataclass(eq=False)
 class Block:
-    """Instructions with one way in; next: the blocks that may follow. A block without a jump falls to the one below."""
+    """A basic block. Control may leave it at its end, or by conditional branches before, for each of its successors; it
+    falls through to the block below unless it ends in an unconditional jump."""
 
     label: str
     instructions: list[Instruction] = field(default_factory=list)
-    next: list[Block] = field(default_factory=list)
+    successors: list[Block] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -118,24 +130,24 @@ class Program:
 
     name: str
     arch: str
-    threads: int  # the most of a workgroup
+    threads: int  # the largest workgroup that it may be launched with
     arguments: tuple[Argument, ...]
     line: Line
     blocks: list[Block] = field(default_factory=list)
     registers: list[Register] = field(default_factory=list)
     lds: int = 0
-    waits: str = "checked"  # whose the waits are: "checked", the kernel's, or "auto", the jit's
-    notes: list[str] = field(default_factory=list)  # what passes left as it was, and why
-    next_unit: int = FIRST_UNIT
+    waits: str = "checked"  # who writes the waits: the kernel ("checked") or the jit ("auto")
+    notes: list[str] = field(default_factory=list)  # what passes left unchanged, and why
+    next_regunit: int = FIRST_REGUNIT
 
     def new_register(self, file: str, dwords: int, line: Line, label: str = "", fixed: int | None = None) -> Register:
-        made = Register(file, dwords, self.next_unit, line, label, fixed)
-        self.next_unit += dwords
+        made = Register(file, dwords, self.next_regunit, line, label, fixed)
+        self.next_regunit += dwords
         self.registers.append(made)
         return made
 
     def note(self, name: str, reason: str, line: Line) -> None:
-        """A pass says what it leaves as it was, and why."""
+        """Record what a pass leaves unchanged, and why."""
         text = f"{line}: {name}: {reason}"
         self.notes += [text] if text not in self.notes else []
 
@@ -144,19 +156,19 @@ class Program:
             yield from block.instructions
 
     def reached(self) -> list[Block]:
-        """The blocks that something leads to, in their order."""
+        """The reachable blocks, in program order."""
         found, waiting = set[Block](), [self.blocks[0]]
         while waiting:
             block = waiting.pop()
             if block not in found:
                 found.add(block)
-                waiting += block.next
+                waiting += block.successors
         return [block for block in self.blocks if block in found]
 
     def __str__(self) -> str:
         lines = []
         for block in self.blocks:
-            after = ", ".join(one.label for one in block.next)
+            after = ", ".join(one.label for one in block.successors)
             lines.append(f"{block.label}:" + (f"  ; then {after}" if after else ""))
             lines += [f"    {one.text}  // {one.line}" for one in block.instructions]
         return "\n".join(lines)

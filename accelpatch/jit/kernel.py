@@ -1,4 +1,4 @@
-"""``jit()``: makes a kernel out of a Python function. A kernel is compiled for an arch, and launched or emulated."""
+"""``jit()`` makes a kernel from a Python function: compiled for an arch, and launched or emulated."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from accelpatch.jit.compiling import Compiled
     from accelpatch.jit.ir import Program
 
-EMULATED = "gfx942"  # what the emulator runs where no arch is given
+EMULATED = "gfx942"  # the emulator's default arch
 _MOST_THREADS = 1024
-#: passes without which a kernel is right, and slower (accelpatch/jit/passes/)
+#: passes (accelpatch/jit/passes/) without which a kernel is correct, but slower
 OPTIONAL = ("dead_blocks", "common_subexpressions", "dead_stores", "dead_code", "hide_argument_loads", "hide_stalls",
             "split_arrays", "auto_waits", "linear_scan")  # fmt: skip
 REQUIRED = ("accumulator_moves", "required_noops")
@@ -26,7 +26,8 @@ PASSES = (*OPTIONAL, *REQUIRED)
 
 @dataclass(frozen=True)
 class CodeObject:
-    """What a GPU loads. vgprs, agprs, sgprs: registers in use; lds: bytes of a workgroup."""
+    """A compiled kernel. code: the ELF file that a GPU loads. vgprs, agprs, sgprs: registers in use. lds: bytes per
+    workgroup."""
 
     name: str
     arch: str
@@ -39,7 +40,8 @@ class CodeObject:
 
 
 class Kernel:
-    """A function ``f(J, ...)`` that builds a kernel when it is called with values for its compile-time parameters.
+    """A kernel written as a function ``f(J, ...)``, which is traced for each set of values of its compile-time
+    parameters.
 
     Parameters that are annotated with a string, a HIP type such as ``"int*"``, are passed at run time.
     """
@@ -53,7 +55,7 @@ class Kernel:
         self.signature = signature(function)
         self.__name__, self.__doc__ = function.__name__, function.__doc__
         self._compiled: dict[Hashable, Compiled] = {}
-        self._code: dict[str, bytes] = {}  # by the assembly
+        self._code: dict[str, bytes] = {}  # assembly -> code object
 
     def __call__(
         self, grid: Sequence[int], block: Sequence[int], *arguments: Any, device: str | None = None,
@@ -61,10 +63,10 @@ class Kernel:
     ) -> None:  # fmt: skip
         """Launch: ``kernel([groups], [threads], ...)`` with all arguments in the order of the function's parameters.
 
-        grid: workgroups, block: work items of one; one to three sizes each. A pointer is a tensor, or its data_ptr().
-        device: "emulate" runs it on this machine, on tensors in its memory; by default it runs on torch's present AMD
-        GPU. arch: what the emulator is, by default gfx942. options: of accelpatch.jit.emulate.run, such as steps.
-        Raises ArgumentError for arguments that do not fit, CompileError, KernelError.
+        grid: workgroups, block: threads of a workgroup; one to three sizes each. A pointer is passed as a tensor or its
+        data_ptr(). device: "emulate" runs the kernel in the emulator, on CPU tensors; by default it runs on torch's
+        current AMD GPU. arch: that of the emulator, by default gfx942. options: of accelpatch.jit.emulate.run, such as
+        steps. Raises ArgumentError for arguments that do not fit, CompileError, KernelError.
         """
         values = self.signature.bound(self.signature.names, arguments, {})
         groups, items = _sizes("grid", grid), _sizes("block", block)
@@ -83,12 +85,12 @@ class Kernel:
             raise KernelError(f"device is 'emulate', or None for torch's present GPU; not {chosen!r}, {options}")
 
     def compile(self, arch: str, *constants: Any, **named: Any) -> CodeObject:
-        """The code object for an arch, for values of the compile-time parameters; from the cache where it is there.
+        """The code object for an arch and values of the compile-time parameters, from the cache if possible.
 
-        Raises CompileError, with the Python line, for what is wrong with the kernel, or where nothing assembles here.
+        Raises CompileError, with the Python line, for a kernel that is wrong, or where there is no assembler.
         """
         made = self._built(arch, self.signature.bound(self.signature.constants, constants, named))
-        used = made.places.used
+        used = made.allocation.used
         code = self._assembled(made, self.signature.bound(self.signature.constants, constants, named))
         return CodeObject(made.name, arch, code, made.assembly, used["v"], used["a"], used["s"], made.lds)
 
@@ -97,26 +99,26 @@ class Kernel:
         return self._built(arch, self.signature.bound(self.signature.constants, constants, named)).assembly
 
     def ir(self, arch: str = EMULATED, *constants: Any, **named: Any) -> Program:
-        """The blocks of instructions after the passes, with virtual registers; ``str`` of it shows them."""
+        """The intermediate representation after the passes, with virtual registers; ``str`` of it shows the blocks."""
         return self._built(arch, self.signature.bound(self.signature.constants, constants, named)).program
 
     def notes(self, arch: str = EMULATED, *constants: Any, **named: Any) -> list[str]:
-        """What passes left as it was, and why, each with its Python line."""
+        """What passes left unchanged, and why, each with its Python line."""
         return self.ir(arch, *constants, **named).notes
 
     def without(self, *names: str) -> Kernel:
-        """The kernel compiled without some of the passes, to see what they do: docs/jit-passes.md names them."""
+        """The kernel compiled without some passes, to see what they do; docs/jit-passes.md names them."""
         fewer = (*self.left_out, *names)
         return jit(threads=self.threads, device=self.device, waits=self.waits, without=fewer)(self.function)
 
     def _built(self, arch: str, constants: dict[str, Any]) -> Compiled:
-        # The values, so that those that are kept here cannot be freed and others come to their address; their text too,
-        # which differs for 1, 1.0 and True.
+        # The key keeps the values alive, so that no new object can have the address, and so the hash, of a freed one.
+        # It has their repr too, since 1, 1.0 and True are equal.
         key = arch, repr(constants), tuple(constants.values())
         try:
             if key in self._compiled:
                 return self._compiled[key]
-        except TypeError:  # a list, say, which may be another one tomorrow
+        except TypeError:  # not hashable, such as a list, which may change
             return self._compile(arch, constants)
         self._compiled[key] = self._compile(arch, constants)
         return self._compiled[key]
@@ -174,18 +176,18 @@ def _source(function: Callable[..., Any]) -> str:
     try:
         return inspect.getsource(function)
     except OSError:
-        return ""  # typed at a prompt: the assembly, which is in the key too, says what it is
+        return ""  # there is no source file, as for a function typed at a prompt; the key has the assembly too
 
 
 def jit(
     *, threads: int = 256, device: str | None = None, waits: str = "checked", without: Collection[str] = ()
 ) -> Callable[[Callable[..., Any]], Kernel]:
-    """Decorator: makes a kernel out of ``f(J, ...)``.
+    """Decorator: makes a kernel from ``f(J, ...)``.
 
-    threads: the most that a workgroup will have, which bounds the registers of each. device: "emulate" has calls run
-    in the emulator. waits: "checked", those that the kernel has are all there are, and a register that is read too
-    early is an error; "auto", the jit puts them in, as late as they may be. without: names of passes that are left out.
-    Raises ArgumentError where one of these is none of those.
+    threads: the largest workgroup, which limits the registers per thread. device: "emulate" makes calls run in the
+    emulator. waits: "checked", the kernel contains every s_waitcnt, and a register that is used too early is an error;
+    "auto", the jit inserts them, as late as possible. without: names of passes to leave out. Raises ArgumentError for
+    other values.
     """
     if not isinstance(threads, int) or not 1 <= threads <= _MOST_THREADS:
         raise ArgumentError(f"jit(threads={threads!r}): a workgroup has 1 to {_MOST_THREADS} threads; write @jit()")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from accelpatch.errors import KernelError
 
-#: keys of the extra arguments of hipModuleLaunchKernel: the arguments as one buffer, its size, the end
+#: HIP_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE and _END: keys of ``extra`` of hipModuleLaunchKernel
 _BUFFER, _SIZE, _END = 1, 2, 3
 
 
@@ -28,7 +28,7 @@ def runtime() -> ctypes.CDLL:
 
 
 def arch_of_device() -> str:
-    """The arch of torch's present GPU. Raises KernelError where it is none of AMD's."""
+    """The arch of torch's current GPU. Raises KernelError where that is not an AMD GPU."""
     import torch
 
     if torch.version.hip is None or not torch.cuda.is_available():
@@ -48,7 +48,7 @@ def _call(name: str, *arguments: object) -> None:
 
 @functools.cache
 def _function(code: bytes, name: str, device: int) -> ctypes.c_void_p:
-    """A kernel of a code object, loaded on a device, once in a process."""
+    """A kernel of a code object, loaded on a device once per process."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     _call("hipModuleLoadData", ctypes.byref(module), code)
     _call("hipModuleGetFunction", ctypes.byref(function), module, name.encode())
@@ -60,8 +60,8 @@ def launch(
 ) -> None:
     """Start a kernel on torch's current device and, unless another is given, its current stream.
 
-    grid: workgroups, block: work items of a workgroup, three sizes each. arguments: the kernarg
-    segment. Raises KernelError with the runtime's message.
+    grid: workgroups, block: threads of a workgroup, three sizes each. arguments: the kernarg segment. Raises
+    KernelError with the runtime's message.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Where in the user's Python a register or an instruction comes from, and errors that say so."""
+"""The user's Python line that a register or an instruction comes from, and errors that name it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple, NoReturn
 
 from accelpatch.errors import CompileError
 
-#: modules whose lines are not the user's: the jit's own, and what calls the ends of a ``with`` statement
+#: modules whose lines are not the user's: the jit's own, and those that call the context managers of ``with``
 _OURS = re.compile(r"accelpatch\.jit(\..*)?|contextlib|functools")
 
 
@@ -39,5 +39,5 @@ def here() -> Line:
 
 
 def fail(message: str, line: Line | None = None) -> NoReturn:
-    """Raise CompileError with the Python line in front, by default the present one."""
+    """Raise CompileError whose message begins with the Python line, by default that of here()."""
     raise CompileError(f"{line or here()}: {message}")

@@ -1,4 +1,4 @@
-"""What ``J.gpr`` gives: registers and arrays of them, read in expressions and written by assignment to elements."""
+"""The registers and arrays of registers that ``J.gpr`` returns: read in expressions, written by assigning elements."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from accelpatch.jit.ir import Part, Register
 from accelpatch.jit.location import fail
 from accelpatch.jit.types import Type
 
-#: Emits what writes an expression into registers
+#: emits the instructions that write an expression into registers
 Assign = Callable[["Value", Node], None]
 
 
 class Value(Node):
-    """Registers of one file, with a shape: an array, a part of one, or a single element, whose shape is (1,).
+    """Registers of one file with a shape: an array, a part of one, or a single element, whose shape is (1,).
 
-    ``x[i]`` is a part of it, ``x[i] = expression`` writes it; an expression of one element is written into each.
+    ``x[i]`` is a part of the array, ``x[i] = expression`` writes it; an expression of one element is broadcast.
     """
 
-    def __init__(self, register: Register, first: int, shape: tuple[int, ...], of: Type, assign: Assign):
-        self.register, self.first, self.shape, self.type, self.assign = register, first, shape, of, assign
+    def __init__(self, register: Register, first: int, shape: tuple[int, ...], dtype: Type, assign: Assign):
+        self.register, self.first, self.shape, self.type, self.assign = register, first, shape, dtype, assign
         self.file, self.count = register.file, math.prod(shape)
 
     @property
@@ -45,10 +45,10 @@ class Value(Node):
 
     def view(self, name: str) -> Value:
         """The same bits as elements of another type, in one dimension."""
-        of = types.element(name)
-        if self.dwords % of.dwords:
-            fail(f"{self.dwords} registers are no whole number of {of}")
-        return Value(self.register, self.first, (self.dwords // of.dwords,), of, self.assign)
+        dtype = types.element(name)
+        if self.dwords % dtype.dwords:
+            fail(f"{self.dwords} registers are no whole number of {dtype}")
+        return Value(self.register, self.first, (self.dwords // dtype.dwords,), dtype, self.assign)
 
     def __getitem__(self, at: Any) -> Value:
         first, shape = self._place(at if isinstance(at, tuple) else (at,))
@@ -58,7 +58,7 @@ class Value(Node):
         self.assign(self[at], constant(value, self.type))
 
     def _place(self, at: tuple[Any, ...]) -> tuple[int, tuple[int, ...]]:
-        """First element and shape of what is indexed."""
+        """The first element and the shape of an indexed part."""
         if len(at) > len(self.shape):
             fail(f"{len(at)} indices for an array of shape {self.shape}")
         first, rest, sliced = 0, [], False

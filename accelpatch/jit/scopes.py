@@ -1,7 +1,10 @@
-"""What an open If or loop keeps until it is closed: its blocks, and for conditions of vectors the masks of its lanes.
+"""The state of an open If or loop: its blocks, and for vector conditions the saved exec masks.
 
-Lanes that leave by Break or Continue while others stay are taken out of every mask that would bring them back. What
-follows them in the loop is a region of its own: its lanes are fewer.
+Lanes that leave by Break or Continue while others stay are cleared in every saved mask that would activate them again.
+The code after that in the loop is a new region, as it runs with fewer lanes.
+
+Both scopes have ``reconverge``, the block where lanes that are inactive in the scope's body become active again: the
+Else of an If or what follows the If, and the end of a round of a loop.
 """
 
 from __future__ import annotations
@@ -20,78 +23,79 @@ if TYPE_CHECKING:
 
 
 class Branch:
-    """An If. mask: of a condition of vectors, the lanes that were there before it. around: of an Elif, what it is the
-    Else of. next: where its other branch, or what follows it, begins."""
+    """An If. saved_exec: for a vector condition, exec as it was before. else_of: for an Elif, the If or Elif before."""
 
-    def __init__(self, J: Builder, condition: Condition, around: Branch | None = None):
-        self.J, self.around, self.region = J, around, J.region
-        self.next = J.new_block("else")
-        self.mask: Value | None = None
-        self.left = False  # whether lanes left by Break or Continue
-        self.crossed = False  # see Loop
+    def __init__(self, J: Builder, condition: Condition, else_of: Branch | None = None):
+        self.J, self.else_of, self.region = J, else_of, J.region
+        self.reconverge = J.new_block("else")
+        self.saved_exec: Value | None = None
+        self.some_left = False  # whether some lanes leave by Break or Continue
+        self.left_uniformly = False  # whether a Break or Continue of all lanes leaves it, by a plain branch
         if condition.file == "s":
-            selection.branch(J, condition, self.next, when=False)
+            selection.branch(J, condition, self.reconverge, when=False)
         else:
-            self._taken = selection.mask(J, condition)
-            self.mask = J.temporary("s", types.U64)
-            J.emit("s_and_saveexec_b64", self.mask, self._taken)
-            J.jump("s_cbranch_execz", self.next)
+            self._then_lanes = selection.mask(J, condition)
+            self.saved_exec = J.temporary("s", types.U64)
+            J.emit("s_and_saveexec_b64", self.saved_exec, self._then_lanes)
+            J.jump("s_cbranch_execz", self.reconverge)
             J.region = Region(self.region)
 
     @property
     def chain(self) -> list[Branch]:
-        """Itself, and before it the Ifs that it is in the Else of."""
-        return [*(self.around.chain if self.around else []), self]
+        """The If and the Elifs up to this one, which are nested in each other's Else."""
+        return [*(self.else_of.chain if self.else_of else []), self]
 
     def otherwise(self) -> None:
         """Begin the other branch."""
-        J, first = self.J, self.next
-        self.next = J.new_block("join")
-        if self.mask is None:
-            J.jump("s_branch", self.next)
+        J, first = self.J, self.reconverge
+        self.reconverge = J.new_block("join")
+        if self.saved_exec is None:
+            J.jump("s_branch", self.reconverge)
             J.start(first)
         else:
             J.start(first)
-            J.emit("s_andn2_b64", "exec", self.mask, self._taken)
-            J.jump("s_cbranch_execz", self.next)
+            J.emit("s_andn2_b64", "exec", self.saved_exec, self._then_lanes)
+            J.jump("s_cbranch_execz", self.reconverge)
             J.region = Region(self.region)
 
     def close(self) -> None:
-        """End it: all lanes go on, but those that left."""
-        self.J.start(self.next)
-        if self.mask is not None:
-            self.J.emit("s_mov_b64", "exec", self.mask)
-            self.J.region = Region(self.region) if self.left else self.region
-            if self.left:
-                self.J.jump("s_cbranch_execz", self.after_leaving)
-        if self.around is not None:
-            self.around.close()
+        """End it: exec is restored, without the lanes that left."""
+        self.J.start(self.reconverge)
+        if self.saved_exec is not None:
+            self.J.emit("s_mov_b64", "exec", self.saved_exec)
+            self.J.region = Region(self.region) if self.some_left else self.region
+            if self.some_left:
+                self.J.jump("s_cbranch_execz", self._when_empty)
+        if self.else_of is not None:
+            self.else_of.close()
 
-    def drop(self, after: Block) -> None:
-        """Take the active lanes out, for good. after: where to go if no lane is left once it is closed."""
-        assert self.mask is not None
-        self.J.emit("s_andn2_b64", self.mask, self.mask, "exec")
-        self.left, self.after_leaving = True, after
+    def remove_lanes(self, when_empty: Block) -> None:
+        """The active lanes leave a loop around it: clear them in the saved mask. when_empty: where to jump at the end
+        of the If if no lane is left."""
+        assert self.saved_exec is not None
+        self.J.emit("s_andn2_b64", self.saved_exec, self.saved_exec, "exec")
+        self.some_left, self._when_empty = True, when_empty
 
 
 class Loop:
-    """A loop, tested before its first round (unless ``entered``: it is known to run) and then at the end of each."""
+    """A loop. Its condition is tested before the first round, unless ``entered`` says that this one always runs, and at
+    the end of each. saved_exec: exec as it was before the loop, where lanes can leave at different times."""
 
     def __init__(self, J: Builder, condition: Condition | None, *, entered: bool = False):
         self.J, self.condition, self.region = J, condition, J.region
-        self.head, self.next, self.out = J.new_block("loop"), J.new_block("next"), J.new_block("done")
+        self.head, self.reconverge, self.exit = J.new_block("loop"), J.new_block("next"), J.new_block("done")
         self.advance: Callable[[], None] = lambda: None
         self._before = J.block, len(J.block.instructions)
-        self.mask: Value | None = None  # the lanes before the loop, where some can leave it earlier than others
-        self._waiting: Value | None = None  # those that wait for the next round
-        self._after: Block | None = None  # where to go if all lanes left a loop around this one
-        self.crossed = False  # whether all lanes at once left a loop around this one
+        self.saved_exec: Value | None = None
+        self._continued: Value | None = None  # lanes that wait at a Continue for the next round
+        self._when_empty: Block | None = None  # where to jump after the loop if all lanes have left a loop around it
+        self.left_uniformly = False  # as in Branch
         if condition is not None and condition.file == "v":
             self._save()
-            self._test(self.out, leave=True)
+            self._test(self.exit, leave=True)
             J.region = Region(self.region)
         elif condition is not None and not entered:
-            selection.branch(J, condition, self.out, when=False)
+            selection.branch(J, condition, self.exit, when=False)
         self.inner = J.region
         J.start(self.head)
 
@@ -102,15 +106,15 @@ class Loop:
         self.J.Continue(self)
 
     def _save(self) -> None:
-        """Keep the lanes that there were before the loop; it may already be open."""
-        if self.mask is None:
-            if self.crossed:
+        """Save exec before the loop, even if part of its body has been emitted."""
+        if self.saved_exec is None:
+            if self.left_uniformly:
                 fail("some lanes leave here, and all of them left the outer loop in the lines before: do that after")
-            self.mask = self.J.temporary("s", types.U64)
-            self._insert("s_mov_b64", self.mask, "exec")
+            self.saved_exec = self.J.temporary("s", types.U64)
+            self._insert("s_mov_b64", self.saved_exec, "exec")
 
     def _insert(self, name: str, *operands: Value | str) -> None:
-        """Put an instruction before the loop."""
+        """Insert an instruction before the loop."""
         J, (block, at) = self.J, self._before
         now, region = J.block, J.region
         later = block.instructions[at:]
@@ -121,45 +125,47 @@ class Loop:
         J.block, J.region, self._before = now, region, (block, at + 1)
 
     def _test(self, to: Block, *, leave: bool) -> None:
-        """Keep the lanes for which the condition holds."""
+        """Clear the lanes in exec for which the condition does not hold; jump if none is left (leave), or if some
+        are."""
         assert self.condition is not None
         self.J.emit("s_and_b64", "exec", "exec", selection.mask(self.J, self.condition))
         self.J.jump("s_cbranch_execz" if leave else "s_cbranch_execnz", to)
 
     def leave(self, inside: Sequence[Branch | Loop], *, again: bool) -> None:
-        """The active lanes leave it, or this round of it (again). inside: what has a mask between here and it."""
-        J, to = self.J, self.next if again else self.out
+        """The active lanes leave the loop, or only this round (again). inside: the scopes with saved masks that they
+        leave too, from the outermost to the innermost."""
+        J, to = self.J, self.reconverge if again else self.exit
         if not inside:
             J.jump("s_branch", to)
             return
         self._save()
         if again:
-            if self._waiting is None:
-                self._waiting = J.temporary("s", types.U64)
-                self._insert("s_mov_b64", self._waiting, "0")
-            J.emit("s_or_b64", self._waiting, self._waiting, "exec")
+            if self._continued is None:
+                self._continued = J.temporary("s", types.U64)
+                self._insert("s_mov_b64", self._continued, "0")
+            J.emit("s_or_b64", self._continued, self._continued, "exec")
         for scope, outer in zip(inside, [self, *inside[:-1]], strict=True):
-            scope.drop(outer.next)
+            scope.remove_lanes(outer.reconverge)
         J.emit("s_mov_b64", "exec", "0")
-        J.jump("s_branch", inside[-1].next)
+        J.jump("s_branch", inside[-1].reconverge)
 
-    def drop(self, after: Block) -> None:
-        """Take the active lanes out of it: they leave a loop around this one."""
+    def remove_lanes(self, when_empty: Block) -> None:
+        """The active lanes leave a loop around this one: clear them in the saved mask. when_empty: as in Branch."""
         self._save()
-        assert self.mask is not None
-        self.J.emit("s_andn2_b64", self.mask, self.mask, "exec")
-        self._after = after
+        assert self.saved_exec is not None
+        self.J.emit("s_andn2_b64", self.saved_exec, self.saved_exec, "exec")
+        self._when_empty = when_empty
 
     def close(self) -> None:
-        """End a round, and the loop."""
+        """Emit the end of a round, and what follows the loop."""
         J = self.J
         J.region = self.inner
-        J.start(self.next)
-        if self._waiting is not None:
-            J.emit("s_or_b64", "exec", "exec", self._waiting)
-            J.emit("s_mov_b64", self._waiting, "0")
-        if self.mask is not None and (self.condition is None or self.condition.file == "s"):
-            J.jump("s_cbranch_execz", self.out)
+        J.start(self.reconverge)
+        if self._continued is not None:
+            J.emit("s_or_b64", "exec", "exec", self._continued)
+            J.emit("s_mov_b64", self._continued, "0")
+        if self.saved_exec is not None and (self.condition is None or self.condition.file == "s"):
+            J.jump("s_cbranch_execz", self.exit)
         self.advance()
         if self.condition is None:
             J.jump("s_branch", self.head)
@@ -167,10 +173,10 @@ class Loop:
             self._test(self.head, leave=False)
         else:
             selection.branch(J, self.condition, self.head, when=True)
-        J.start(self.out)
+        J.start(self.exit)
         J.region = self.region
-        if self.mask is not None:
-            J.emit("s_mov_b64", "exec", self.mask)
-        if self._after is not None:
+        if self.saved_exec is not None:
+            J.emit("s_mov_b64", "exec", self.saved_exec)
+        if self._when_empty is not None:
             J.region = Region(self.region)
-            J.jump("s_cbranch_execz", self._after)
+            J.jump("s_cbranch_execz", self._when_empty)

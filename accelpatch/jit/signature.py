@@ -1,4 +1,4 @@
-"""A kernel's parameters: which are run-time arguments, and whether what is passed for them fits."""
+"""A kernel's parameters: which of them are run-time arguments, and checks of the values passed for these."""
 
 from __future__ import annotations
 import __future__
@@ -13,10 +13,10 @@ from typing import Any
 
 from accelpatch.errors import ArgumentError
 from accelpatch.jit.location import Line, fail
-from accelpatch.jit.prologue import layout
+from accelpatch.jit.prologue import kernarg_layout
 from accelpatch.jit.types import Argument, argument
 
-#: what a HIP pointer points to -> the dtype of a tensor; of another type, such as void, any tensor will do
+#: pointee of a HIP pointer -> dtype of the tensor that is passed; for others, such as void, any tensor is accepted
 _POINTEES = MappingProxyType({
     "int": "int32", "int32_t": "int32", "float": "float32", "double": "float64", "half": "float16",
     "__half": "float16", "_Float16": "float16", "__bf16": "bfloat16", "bf16": "bfloat16",
@@ -24,7 +24,7 @@ _POINTEES = MappingProxyType({
     "unsigned char": "uint8", "short": "int16", "int16_t": "int16", "long": "int64", "int64_t": "int64",
     "unsigned": "uint32", "unsigned int": "uint32", "uint32_t": "uint32", "uint64_t": "uint64",
 })  # fmt: skip
-_WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
+_YAML_WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
 _FORMATS = MappingProxyType({("i", 32): "i", ("u", 32): "I", ("f", 32): "f", ("i", 64): "q", ("u", 64): "Q",
                              ("f", 64): "d"})  # fmt: skip
 
@@ -59,10 +59,10 @@ class Signature:
 
 
 def signature(function: Callable[..., Any]) -> Signature:
-    """Parameters with a string as annotation are passed at run time, of that HIP type; the others are compile-time."""
+    """Parameters annotated with a string, their HIP type, are passed at run time; the others are compile-time."""
     parameters = list(inspect.signature(function).parameters.values())
     line = Line(function.__code__.co_filename, function.__code__.co_firstlineno)
-    if function.__name__ in _WORDS:
+    if function.__name__ in _YAML_WORDS:
         fail(
             f"{function.__name__} cannot name a kernel: YAML, in which a code object lists them, reads a truth value",
             line,
@@ -85,7 +85,8 @@ def signature(function: Callable[..., Any]) -> Signature:
 
 
 def _annotation(annotation: object, *, postponed: bool) -> str | None:
-    """The string that a parameter is annotated with. ``from __future__ import annotations`` quotes it once more."""
+    """The string that a parameter is annotated with, else None. postponed: whether the module has ``from __future__
+    import annotations``, which makes every annotation a string, and quotes strings a second time."""
     if not isinstance(annotation, str):
         return None
     if not postponed:
@@ -98,9 +99,9 @@ def _annotation(annotation: object, *, postponed: bool) -> str | None:
 
 
 def address(one: Argument, value: Any, *, on_gpu: bool = False) -> int:
-    """The address that is passed for a pointer: of a tensor or an array, or as it is.
+    """The address that is passed for a pointer: an integer as it is, or that of a tensor or an array.
 
-    Raises ArgumentError where it is something else, or elements of another type.
+    Raises ArgumentError for other values, and for tensors of another dtype.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -116,7 +117,7 @@ def address(one: Argument, value: Any, *, on_gpu: bool = False) -> int:
 
 
 def number(one: Argument, value: Any) -> bytes:
-    """A number as the kernel reads it. Raises ArgumentError where it is of another type, or does not fit."""
+    """The bytes of a number in the kernarg segment. Raises ArgumentError where it has another type, or does not fit."""
     integer = isinstance(value, int) and not isinstance(value, bool)
     if not integer and not (isinstance(value, float) and one.type.is_float):
         raise ArgumentError(f"{one.name} is {one.hip}: pass a number of that type, not {value!r}")
@@ -127,8 +128,8 @@ def number(one: Argument, value: Any) -> bytes:
 
 
 def packed(arguments: Sequence[Argument], values: Mapping[str, Any]) -> bytes:
-    """The segment of arguments of a launch on a GPU. Raises ArgumentError."""
-    offsets, size = layout(tuple(arguments))
+    """The kernarg segment for a launch on a GPU. Raises ArgumentError."""
+    offsets, size = kernarg_layout(tuple(arguments))
     block = bytearray(size)
     for one, offset in zip(arguments, offsets, strict=True):
         value = values[one.name]

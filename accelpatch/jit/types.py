@@ -15,7 +15,8 @@ FILES = MappingProxyType({"s": "scalar", "v": "vector", "a": "accumulator"})
 
 @dataclass(frozen=True)
 class Type:
-    """An element: kind i (signed), u, f or bf (bfloat16); bits of one number; lanes packed into the element."""
+    """The type of an element. kind: i (signed), u, f or bf (bfloat16). bits: of one number. lanes: how many numbers are
+    packed into the element, as in bf16x2."""
 
     kind: str
     bits: int
@@ -31,7 +32,7 @@ class Type:
 
     @property
     def is_integer(self) -> bool:
-        """Whether + - * and the rest treat it as one integer."""
+        """Whether arithmetic treats it as an integer: packed and narrower types need instructions by name."""
         return self.kind in ("i", "u") and self.lanes == 1 and self.bits >= 32
 
     def __str__(self) -> str:
@@ -52,7 +53,7 @@ def _parsed(text: str) -> Type | None:
 
 
 def element(text: str) -> Type:
-    """The type that a text such as "f32" or "bf16x2" names. Raises CompileError where there is no such type."""
+    """The type of a name such as "f32" or "bf16x2". Raises CompileError where there is no such type."""
     found = _parsed(text)
     if found is None:
         fail(f"{text!r} is no type of a register: use one of {', '.join(sorted(_KNOWN))}")
@@ -60,7 +61,8 @@ def element(text: str) -> Type:
 
 
 def register(text: str) -> tuple[str, Type]:
-    """File and element of a register type such as "vf32": v for vector, s for scalar, a for accumulator."""
+    """The register file and the element type of a name such as "vf32": v for vector, s for scalar, a for
+    accumulator."""
     if text[:1] not in FILES:
         fail(f"{text!r} is no type of a register: begin with s, v or a, as in si32, vf32, abf16x2")
     return text[0], element(text[1:])
@@ -68,7 +70,7 @@ def register(text: str) -> tuple[str, Type]:
 
 @dataclass(frozen=True)
 class Argument:
-    """A run-time argument as its HIP type says: bytes in the kernel's argument segment, and its type in registers."""
+    """A run-time argument. hip: its HIP type. type: as registers hold it. bytes: its size in the kernarg segment."""
 
     name: str
     hip: str
@@ -82,7 +84,7 @@ class Argument:
         return "global_buffer" if self.pointer else "by_value"
 
 
-#: HIP type -> register type; what is narrower than 32 bits is passed as one of 32
+#: HIP type -> register type
 _HIP: Mapping[str, Type] = MappingProxyType({
     "int": I32, "int32_t": I32, "unsigned": U32, "unsigned int": U32, "uint": U32, "uint32_t": U32, "float": F32,
     "long": Type("i", 64), "long long": Type("i", 64), "int64_t": Type("i", 64), "size_t": U64, "uint64_t": U64,
@@ -91,7 +93,7 @@ _HIP: Mapping[str, Type] = MappingProxyType({
 
 
 def argument(name: str, hip: str) -> Argument | None:
-    """The run-time argument of a HIP type, None where it is none that a kernel can take."""
+    """The run-time argument of a HIP type, None where a kernel cannot have it."""
     text = re.sub(r"\b(const|restrict|__restrict__|volatile)\b", "", hip).strip()
     text = re.sub(r"\s+", " ", text)
     if text.endswith("*"):

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from accelpatch.jit.table import Form, Operand
+from accelpatch.jit.table import Form, Slot
 
 ARCHS = ("gfx90a", "gfx942", "gfx950")
 #: instruction -> what its lines need besides operands
@@ -36,7 +36,7 @@ def refused(lines: Sequence[str], arch: str, wheels: Path) -> dict[int, str]:
     return {int(number) - 2: message for number, message in found}
 
 
-def _text(operand: Operand, at: int, name: str) -> str:
+def _text(operand: Slot, at: int, name: str) -> str:
     """An operand that may stand at a place."""
     first, many = 8 * (at + 1) * (4 if "mfma" in name else 1), operand.dwords[-1]
     if name.startswith(("v_mfma", "v_smfmac")) and "i" in operand.kinds:

@@ -11,8 +11,8 @@ from accelpatch.errors import CompileError
 from accelpatch.jit import jit
 from accelpatch.jit.compiling import Compiled, compiled
 from accelpatch.jit.kernel import Kernel
-from accelpatch.jit.passes.allocation import live_slots, vector_budget
-from accelpatch.jit.passes.liveness import flow
+from accelpatch.jit.passes.allocation import live_ranges, vector_budget
+from accelpatch.jit.passes.liveness import dataflow
 from accelpatch.jit.passes.waits import check_waits
 
 HERE = Path(__file__)
@@ -42,21 +42,21 @@ def many(J, x: "int*", out: "int*"):
 
 def test_what_lives_at_one_time_has_places_of_its_own() -> None:
     made = built(many)
-    program, places = made.program, made.places
-    slots = live_slots(program, flow(program), check_waits(program))
+    program, allocation = made.program, made.allocation
+    ranges = live_ranges(program, dataflow(program), check_waits(program))
     taken: dict[tuple[str, int], int] = {}
-    for register, first in places.of.items():
+    for register, first in allocation.first.items():
         for at in range(register.dwords):
-            life = slots.get(register.unit + at, 0)
+            life = ranges.get(register.first_regunit + at, 0)
             assert not taken.get((register.file, first + at), 0) & life
             taken[register.file, first + at] = taken.get((register.file, first + at), 0) | life
     vectors = sum(one.dwords for one in program.registers if one.file == "v")
-    assert places.used["v"] < vectors
+    assert allocation.used["v"] < vectors
 
 
 def test_alignment() -> None:
     made = built(many)
-    for register, first in made.places.of.items():
+    for register, first in made.allocation.first.items():
         assert first % register.alignment[0] == 0
         if register.file == "v" and register.dwords > 1:
             assert first % 2 == 0
@@ -64,8 +64,8 @@ def test_alignment() -> None:
 
 def test_what_the_hardware_fills_stays_where_it_is() -> None:
     made = built(many)
-    fixed = {one: one.fixed for one in made.program.registers if one.fixed is not None and one in made.places.of}
-    assert {one: made.places.of[one] for one in fixed} == fixed
+    fixed = {one: one.fixed for one in made.program.registers if one.fixed is not None and one in made.allocation.first}
+    assert {one: made.allocation.first[one] for one in fixed} == fixed
 
 
 def test_the_target_of_a_load_is_free_again_after_its_wait_alone() -> None:
@@ -82,7 +82,7 @@ def test_the_target_of_a_load_is_free_again_after_its_wait_alone() -> None:
         J.global_store_dword(offset, later, out)
 
     made = built(jit()(kernel))
-    at = {register.name: first for register, first in made.places.of.items() if register.file == "v"}
+    at = {register.name: first for register, first in made.allocation.first.items() if register.file == "v"}
     assert at["unused"] != at["value"]
     assert at["unused"] != at["offset"]
 
@@ -119,7 +119,7 @@ def test_running_out_of_vector_registers_says_who_holds_them_and_where() -> None
         jit()(kernel).ir()
     message = str(raised.value)
     assert message.startswith(f"test_allocation.py:{line('more')}: vector registers run out: ")
-    assert "256 are to be had" in message
+    assert "256 are available" in message
     assert f"held of test_allocation.py:{line('held')} (200)" in message
     assert f"more of test_allocation.py:{line('more')} (64)" in message
 
@@ -128,7 +128,7 @@ def test_running_out_of_scalar_registers() -> None:
     def kernel(J, x: "int*"):
         scalars(J, x)
 
-    with pytest.raises(CompileError, match=r"scalar registers run out: 1\d\d are held here and 102 are to be had"):
+    with pytest.raises(CompileError, match=r"scalar registers run out: 1\d\d are live here and 102 are available"):
         jit()(kernel).ir()
 
 
@@ -139,7 +139,7 @@ def test_a_larger_workgroup_has_fewer() -> None:
             J.global_store_dword(J.threadIdx.x, held[at], x)
 
     assert jit()(kernel).compile("gfx942").vgprs > 130
-    with pytest.raises(CompileError, match="128 are to be had"):
+    with pytest.raises(CompileError, match="128 are available"):
         jit(threads=1024)(kernel).ir()
 
 

@@ -27,7 +27,7 @@ def shown(body: Body, *without: str, arch: str = "gfx942") -> list[str]:
     made = jit(waits="auto", without=(*AS_WRITTEN, *without))(kernel).ir(arch).instructions()
     listed = ("s_waitcnt", "s_barrier", "ds_", "global_", "buffer_", "v_add", "s_add", "s_load", "s_store", "s_dcache")
     return [" ".join(one.text.split()[: 2 if one.name == "s_waitcnt" else 1]) for one in made
-            if one.name.startswith(listed) and not one.own]  # fmt: skip
+            if one.name.startswith(listed) and not one.in_prologue]  # fmt: skip
 
 
 def loads(J: Any, x: Any, a: Any, b: Any, s: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from accelpatch.jit import jit
 from accelpatch.jit.ir import Instruction
-from accelpatch.jit.passes.matrix import is_xdl, passes
+from accelpatch.jit.passes.matrix import is_xdl, matrix_passes
 
 Body = Callable[[Any, Any], None]
 
@@ -159,4 +159,4 @@ def test_a_loop_s_end_is_before_its_start() -> None:
     ("v_mfma_i32_32x32x16_i8", (8, True)), ("v_mfma_f32_4x4x4_16b_f16", (2, True)),
 ])  # fmt: skip
 def test_passes(name: str, expected: tuple[int, bool]) -> None:
-    assert (passes(name, "gfx942"), is_xdl(name, "gfx942")) == expected
+    assert (matrix_passes(name, "gfx942"), is_xdl(name, "gfx942")) == expected

@@ -128,8 +128,8 @@ def test_linear_scan() -> None:
             J.global_store_dword(J.threadIdx.x * 4, one, x)
 
     kernel = built(body).without("common_subexpressions")
-    apart = built(body).without("common_subexpressions", "linear_scan")
-    assert kernel.compile("gfx942").vgprs < apart.compile("gfx942").vgprs
+    disjoint = built(body).without("common_subexpressions", "linear_scan")
+    assert kernel.compile("gfx942").vgprs < disjoint.compile("gfx942").vgprs
 
 
 def test_where_registers_run_out_no_pass_holds_values_for_longer() -> None:

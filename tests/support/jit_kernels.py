@@ -71,7 +71,7 @@ def names(function: Compute, arch: str = "gfx942") -> list[str]:
     """The instructions that ``function(J, ...)`` becomes, without those of its prologue, of memory and control."""
     units = ("control", "smem", "global", "buffer", "flat", "ds")
     program = jit(without=["common_subexpressions", "hide_stalls"])(function).ir(arch)
-    return [one.name for one in program.instructions() if one.form.unit not in units and not one.own]
+    return [one.name for one in program.instructions() if one.form.unit not in units and not one.in_prologue]
 
 
 def line_of(text: str) -> int:

@@ -1,1 +1,1 @@
-"""Passes over a program, one a file: each takes the blocks and changes them in place, or says what is wrong."""
+"""Passes over a program, one per file: each changes the blocks in place, or raises CompileError."""

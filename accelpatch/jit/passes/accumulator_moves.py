@@ -1,4 +1,4 @@
-"""Copies accumulators to vector registers, and back, around instructions that cannot name them."""
+"""Copies accumulators (AGPRs) to vector registers, and back, around instructions that cannot have them as operands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_accumulators(program: Program) -> None:
 
 
 def _moved(program: Program, one: Instruction) -> Iterator[Instruction]:
-    """The instruction with the copies that it needs."""
+    """The instruction, preceded and followed by the copies that it needs."""
     operands, before, after = list(one.operands), list[Instruction](), list[Instruction]()
     for at, (operand, slot) in enumerate(zip(one.operands, one.form.operands, strict=True)):
         if isinstance(operand, Part) and takes_copy(operand, slot):

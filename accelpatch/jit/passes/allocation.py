@@ -1,8 +1,9 @@
-"""Linear scan: a physical register for every virtual one, in the order in which their live ranges begin.
+"""Linear scan register allocation: a physical register for every virtual one, in the order in which live ranges begin.
 
-Each instruction has two slots, one in which it reads and one in which it writes. The live range of each 32-bit part of
-a register is a set of slots, kept as the bits of a Python integer. Two registers can share a place where their sets are
-disjoint, so that one may lie in a hole of the other's live range. Nothing is spilled: what does not fit is an error.
+Each instruction has two program points, one at which it reads and one at which it writes. The live range of a register
+unit is the set of points at which it is live, kept as the bits of a Python integer. Two virtual registers can share a
+physical one if their ranges are disjoint, so that one may lie in a hole of the other's range. Nothing is spilled: what
+does not fit is an error.
 """
 
 from __future__ import annotations
@@ -12,25 +13,26 @@ from dataclasses import dataclass, field
 
 from accelpatch.errors import CompileError
 from accelpatch.jit.ir import Instruction, Program, Register
-from accelpatch.jit.passes.liveness import Flow, bits
+from accelpatch.jit.passes.liveness import Dataflow, bits
 from accelpatch.jit.types import FILES
 
 SCALARS = 102
-_ADDRESSED = 256  # vector registers, and accumulators, that an instruction can address
-_FILE = 512  # vector registers and accumulators together that a SIMD has for a lane
-#: results that must not lie where the operands are: they are written before all of these are read
-_EARLY = ("v_mad_u64_u32", "v_mad_i64_i32", "v_qsad_pk_u16_u8", "v_mqsad_pk_u16_u8", "v_mqsad_u32_u8")
+_ADDRESSED = 256  # vector registers, and as many accumulators, that an instruction can address
+_FILE = 512  # vector registers and accumulators together that a SIMD has per lane
+#: results that must not share a register with an operand: they are written before all operands are read
+_EARLY_CLOBBER = ("v_mad_u64_u32", "v_mad_i64_i32", "v_qsad_pk_u16_u8", "v_mqsad_pk_u16_u8", "v_mqsad_u32_u8")
 
 
-class RegistersRunOut(CompileError):
-    """A register file has too few registers for what is alive at one time."""
+class OutOfRegisters(CompileError):
+    """A register file has fewer registers than are live at one time."""
 
 
 @dataclass
-class Places:
-    """of: register -> its first place in its register file. used: how many places of each file are in use."""
+class Allocation:
+    """first: virtual register -> the number of its first physical register. used: file -> how many registers of it are
+    in use."""
 
-    of: dict[Register, int] = field(default_factory=dict)
+    first: dict[Register, int] = field(default_factory=dict)
     used: dict[str, int] = field(default_factory=lambda: {"s": 0, "v": 0, "a": 0})
 
 
@@ -40,102 +42,102 @@ def vector_budget(threads: int) -> int:
     return _FILE // -(-waves // 4) // 8 * 8
 
 
-def live_slots(program: Program, found: Flow, pending: Mapping[Instruction, int]) -> dict[int, int]:
-    """Unit -> the slots in which it is alive; a load's target also until the load is waited for."""
-    slots: dict[int, int] = {}
+def live_ranges(program: Program, flow: Dataflow, pending: Mapping[Instruction, int]) -> dict[int, int]:
+    """Register unit -> its live range. The target of a load is live until a wait covers the load, even if nothing reads
+    it. pending: instruction -> register units that outstanding loads will write."""
+    ranges: dict[int, int] = {}
     last = sum(len(block.instructions) for block in program.blocks)
     for block in reversed(program.blocks):
         first = last - len(block.instructions)
-        defined = _defined(block.instructions, found.defined_in[block])
-        ends = dict.fromkeys(bits(found.live_out[block] & defined[-1]), 2 * last)
+        defined = _defined(block.instructions, flow.defined_in[block])
+        ends = dict.fromkeys(bits(flow.live_out[block] & defined[-1]), 2 * last)
         for at in range(last - 1, first - 1, -1):
             one = block.instructions[at - first]
             before = defined[at - first]
-            for unit in bits(one.writes):
-                if unit in ends and (not found.kept[one] >> unit & 1 or not before >> unit & 1):
-                    _add(slots, unit, 2 * at + 1, ends.pop(unit))
-                elif unit not in ends:
-                    _add(slots, unit, 2 * at + 1, 2 * at + 2)
-            early = one.form.unit in ("matrix", "smem") or one.name in _EARLY
-            for unit in bits(found.uses(one) & before):
-                ends.setdefault(unit, 2 * at + (2 if early else 1))
-            for unit in bits(pending[one]):
-                _add(slots, unit, 2 * at, 2 * at + 2)
-        for unit, end in ends.items():
-            _add(slots, unit, 2 * first, end)
+            for regunit in bits(one.writes):
+                if regunit in ends and (not flow.partial[one] >> regunit & 1 or not before >> regunit & 1):
+                    _add(ranges, regunit, 2 * at + 1, ends.pop(regunit))
+                elif regunit not in ends:
+                    _add(ranges, regunit, 2 * at + 1, 2 * at + 2)
+            early_clobber = one.form.unit in ("matrix", "smem") or one.name in _EARLY_CLOBBER
+            for regunit in bits(flow.uses(one) & before):
+                ends.setdefault(regunit, 2 * at + (2 if early_clobber else 1))
+            for regunit in bits(pending[one]):
+                _add(ranges, regunit, 2 * at, 2 * at + 2)
+        for regunit, end in ends.items():
+            _add(ranges, regunit, 2 * first, end)
         last = first
-    return slots
+    return ranges
 
 
 def _defined(instructions: Sequence[Instruction], start: int) -> list[int]:
-    """The units that may have been written before each instruction, and after the last."""
+    """The register units that may have been written before each instruction, and after the last."""
     defined = [start]
     for one in instructions:
         defined.append(defined[-1] | one.writes)
     return defined
 
 
-def _add(slots: dict[int, int], unit: int, start: int, end: int) -> None:
-    slots[unit] = slots.get(unit, 0) | ((1 << end) - (1 << start))
+def _add(ranges: dict[int, int], regunit: int, start: int, end: int) -> None:
+    ranges[regunit] = ranges.get(regunit, 0) | ((1 << end) - (1 << start))
 
 
-def allocate(program: Program, found: Flow, pending: Mapping[Instruction, int]) -> Places:
-    """Places for all registers that are used. Raises RegistersRunOut where a file has too few."""
-    slots = live_slots(program, found, pending)
-    return _allocated(program, slots)
+def allocate(program: Program, flow: Dataflow, pending: Mapping[Instruction, int]) -> Allocation:
+    """Allocate all registers that are used. Raises OutOfRegisters where a file has too few."""
+    return _allocated(program, live_ranges(program, flow, pending))
 
 
-def apart(program: Program, found: Flow, pending: Mapping[Instruction, int]) -> Places:
-    """The same with a place of its own for every register, as if each were alive all the time."""
-    slots = live_slots(program, found, pending)
-    always = (1 << 2 * sum(len(block.instructions) for block in program.blocks)) - 1
-    return _allocated(program, dict.fromkeys(slots, always))
+def allocate_without_sharing(program: Program, flow: Dataflow, pending: Mapping[Instruction, int]) -> Allocation:
+    """The same without two virtual registers in one physical register, as if each were live everywhere."""
+    ranges = live_ranges(program, flow, pending)
+    everywhere = (1 << 2 * sum(len(block.instructions) for block in program.blocks)) - 1
+    return _allocated(program, dict.fromkeys(ranges, everywhere))
 
 
-def _allocated(program: Program, slots: Mapping[int, int]) -> Places:
-    lives = {register: [slots.get(register.unit + at, 0) for at in range(register.dwords)]
+def _allocated(program: Program, ranges: Mapping[int, int]) -> Allocation:
+    lives = {register: [ranges.get(register.first_regunit + at, 0) for at in range(register.dwords)]
              for register in program.registers}  # fmt: skip
-    places = Places()
+    allocation = Allocation()
     budget = vector_budget(program.threads)
-    _allocate_file(program, "s", SCALARS, lives, places)
-    _allocate_file(program, "v", min(_ADDRESSED, budget), lives, places)
-    vectors = max(4, -(-places.used["v"] // 4) * 4)
-    _allocate_file(program, "a", min(_ADDRESSED, budget - vectors), lives, places)
-    return places
+    _allocate_file(program, "s", SCALARS, lives, allocation)
+    _allocate_file(program, "v", min(_ADDRESSED, budget), lives, allocation)
+    vectors = max(4, -(-allocation.used["v"] // 4) * 4)
+    _allocate_file(program, "a", min(_ADDRESSED, budget - vectors), lives, allocation)
+    return allocation
 
 
 def _allocate_file(
-    program: Program, file: str, limit: int, lives: Mapping[Register, list[int]], places: Places
+    program: Program, file: str, limit: int, lives: Mapping[Register, list[int]], allocation: Allocation
 ) -> None:
     wanted = [one for one in program.registers if one.file == file and any(lives[one])]
     order = sorted(wanted, key=lambda one: (one.fixed is None, _start(lives[one]), -one.dwords))
     made = _scan(order, limit, lives)
     if isinstance(made, Register):
-        # Long live ranges may leave holes too short for an array; placing the largest registers first leaves fewer.
+        # The free registers may be too scattered for an array: a second try allocates the largest arrays first.
         again = _scan(sorted(wanted, key=lambda one: (one.fixed is None, -one.dwords)), limit, lives)
         made = _run_out(program, file, limit, made, lives) if isinstance(again, Register) else again
-    places.of.update(made)
-    places.used[file] = max((at + one.dwords for one, at in made.items()), default=0)
+    allocation.first.update(made)
+    allocation.used[file] = max((at + one.dwords for one, at in made.items()), default=0)
 
 
 def _start(life: Sequence[int]) -> int:
-    """The first slot of a live range."""
+    """The first program point of a live range."""
     return min((one & -one).bit_length() for one in life if one)
 
 
 def _scan(order: Sequence[Register], limit: int, lives: Mapping[Register, list[int]]) -> dict[Register, int] | Register:
-    """Register -> place, or the first register for which there is none."""
-    taken, made = [0] * limit, {}
+    """Virtual register -> its first physical register, or the first virtual register that does not fit."""
+    occupied, made = [0] * limit, {}
     for register in order:
         life, step = lives[register], register.alignment[0]
         tries = [register.fixed] if register.fixed is not None else range(0, limit - register.dwords + 1, step)
         for first in tries:
-            if not any(taken[first + at] & one for at, one in enumerate(life)):
+            if not any(occupied[first + at] & one for at, one in enumerate(life)):
                 break
         else:
             return register
         for at, one in enumerate(life):
-            taken[first + at] |= one
+            occupied[first + at] |= one
         made[register] = first
     return made
 
@@ -143,24 +145,25 @@ def _scan(order: Sequence[Register], limit: int, lives: Mapping[Register, list[i
 def _run_out(
     program: Program, file: str, limit: int, failed: Register, lives: Mapping[Register, list[int]]
 ) -> dict[Register, int]:
-    """Raise the error that names what is in registers at the instruction where most of them are in use."""
-    mine = {one: life for one, life in lives.items() if one.file == file and any(life)}
+    """Raise OutOfRegisters, which lists what is live at the instruction with the most live registers."""
+    of_file = {one: life for one, life in lives.items() if one.file == file and any(life)}
     at, most = 0, -1
-    for place, _ in enumerate(program.instructions()):
-        in_use = sum(life >> slot & 1 for each in mine.values() for life in each for slot in (2 * place, 2 * place + 1))
-        at, most = (place, in_use) if in_use > most else (at, most)
+    for index, _ in enumerate(program.instructions()):
+        live = sum(life >> point & 1 for each in of_file.values() for life in each
+                   for point in (2 * index, 2 * index + 1))  # fmt: skip
+        at, most = (index, live) if live > most else (at, most)
     holders: dict[tuple[str, str], int] = {}
-    for one, each in mine.items():
+    for one, each in of_file.items():
         count = sum(bool(life >> (2 * at) & 3) for life in each)
         if count:
             key = one.name, str(one.line)
             holders[key] = holders.get(key, 0) + count
     line = list(program.instructions())[at].line
-    in_use = sum(holders.values())
+    live = sum(holders.values())
     names = ", ".join(f"{name} of {where} ({count})" for (name, where), count in
                       sorted(holders.items(), key=lambda item: -item[1])[:8])  # fmt: skip
-    apart = "" if in_use > limit else " but not side by side, as an array must be"
-    raise RegistersRunOut(
-        f"{line}: {FILES[file]} registers run out: {in_use} are held here and {limit} are to be had{apart}, so that "
-        f"{failed.name} of {failed.line} ({failed.dwords}) has none. They are held by {names}"
+    scattered = "" if live > limit else ", but not side by side, as an array must be"
+    raise OutOfRegisters(
+        f"{line}: {FILES[file]} registers run out: {live} are live here and {limit} are available{scattered}, so that "
+        f"{failed.name} of {failed.line} ({failed.dwords}) has none. Live are {names}"
     )

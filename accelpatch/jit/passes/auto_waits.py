@@ -1,8 +1,9 @@
-"""Inserts the waits that a kernel of ``waits="auto"`` leaves out: each as late as it may be, for as few as it needs.
+"""Inserts the s_waitcnt that a kernel of ``waits="auto"`` omits: each as late as possible, with the largest counts that
+suffice.
 
-Before a barrier what the wavefront read and wrote in LDS is waited for, as other wavefronts go on from there; before an
-access of LDS, what memory loads into it past the registers; before the cache of scalar memory is written back, what was
-stored there.
+Besides the uses of loaded registers three things need a wait: a barrier, for the wavefront's accesses of LDS, whose
+results other wavefronts may use next; an access of LDS, for direct loads from global memory into LDS; and s_dcache_wb,
+for scalar stores.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from __future__ import annotations
 from accelpatch.jit.instructions import form_for, instruction
 from accelpatch.jit.ir import Instruction, Program
 from accelpatch.jit.location import fail
-from accelpatch.jit.passes.waits import LDS, STORED, Load, State, early, entries, left, touched
+from accelpatch.jit.passes import waits
+from accelpatch.jit.passes.waits import Access, State, needed_counts
 
 
 def insert_waits(program: Program, *, all_of_them: bool = False) -> None:
-    """all_of_them: every wait is until nothing is under way. Raises CompileError where a wait of the kernel's own
-    leaves under way what is then used without another one."""
+    """all_of_them: every wait is for all outstanding accesses of its counters. Raises CompileError where the kernel
+    itself has a wait that is too short for a later use."""
     form = form_for("s_waitcnt", program.arch, 1, "")
-    for block, state in entries(program, _step).items():
+    for block, state in waits.entry_states(program, _step).items():
         made: list[Instruction] = []
         for one in block.instructions:
             _check(one, state)
@@ -37,33 +39,34 @@ def _step(state: State, one: Instruction) -> None:
 
 
 def _needed(one: Instruction, state: State) -> dict[str, int]:
-    """Counter -> what must be waited for before an instruction."""
+    """Counter -> the count of the s_waitcnt that must precede an instruction."""
     found: dict[str, int] = {}
-    for _, load in _awaited(one, state):
-        for name, count in left(load, state).items():
+    for _, access in _awaited(one, state):
+        for name, count in needed_counts(access, state).items():
             found[name] = min(count, found.get(name, count))
     return found
 
 
-def _awaited(one: Instruction, state: State) -> list[tuple[int | str, Load]]:
-    """What an instruction must come after: loads of its registers; of a barrier, accesses of LDS; of accesses of LDS,
-    what memory loads into it past the registers, unless the kernel has had a wait for that itself."""
-    found: list[tuple[int | str, Load]] = list(touched(one, state))
-    lds = [(unit, load) for unit, load in state.loads.items() if isinstance(unit, str) and unit.startswith(LDS)]
+def _awaited(one: Instruction, state: State) -> list[tuple[int | str, Access]]:
+    """The outstanding accesses that must be complete before an instruction. For an access of LDS, direct loads into LDS
+    count only as long as the kernel has no wait for them itself."""
+    found: list[tuple[int | str, Access]] = list(waits.touched(one, state))
+    lds = [(key, access) for key, access in state.outstanding.items() if str(key).startswith(waits.LDS)]
     if one.name == "s_barrier":
         found += lds
     elif one.form.unit in ("ds", "flat"):
-        found += [(unit, load) for unit, load in lds if "vmcnt" in load.after and load.left is None]
-    if one.name == "s_dcache_wb" and STORED in state.loads:
-        found.append((STORED, state.loads[STORED]))
+        found += [(key, one) for key, one in lds if "vmcnt" in one.issued_since and one.short_wait is None]
+    if one.name == "s_dcache_wb" and waits.SCALAR_STORE in state.outstanding:
+        found.append((waits.SCALAR_STORE, state.outstanding[waits.SCALAR_STORE]))
     return found
 
 
 def _check(one: Instruction, state: State) -> None:
-    """Raise the error for a kernel's own wait that does not cover what is needed: none is added to it silently."""
-    for unit, load in _awaited(one, state):
-        if load.left is not None:
-            counts = " ".join(f"{name}({count})" for name, count in left(load, state).items())
-            fail(f"{early(one, unit, load)}: the wait of {load.left.line}, {load.left.operands[0]}, leaves that under "
+    """Raise CompileError where the kernel has a wait that is too short: the jit does not lengthen it silently."""
+    for key, access in _awaited(one, state):
+        if access.short_wait is not None:
+            counts = " ".join(f"{name}({count})" for name, count in needed_counts(access, state).items())
+            wait = access.short_wait
+            fail(f"{waits.too_early(one, key, access)}: the wait of {wait.line}, {wait.operands[0]}, leaves that under "
                  f"way, where {counts} is needed. Put J.s_waitcnt(mod=\"{counts}\") before it, or leave that wait out: "
                  'waits="auto" finds its own', one.line)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Removes blocks that nothing leads to, and jumps to the block that follows anyway."""
+"""Removes unreachable blocks, and jumps to the next block."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A list scheduler: moves independent instructions to where the hardware would stall.
 
-Only instructions between two fences are reordered: fences are control flow, waits, barriers, changes of the exec mask,
-and instructions whose effects no register shows. Memory instructions keep their order. Where nothing would stall, the
-order stays that of the kernel, so that live ranges become no longer than they have to be.
+Only instructions between two fences are reordered: fences are control flow, waits, barriers, writes of the exec mask,
+and instructions with effects outside of registers. Memory instructions keep their order. Where nothing would stall, the
+kernel's order stays, which keeps live ranges short.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from accelpatch.jit.ir import HIDDEN, Instruction, Part, Program
-from accelpatch.jit.passes.allocation import Places
+from accelpatch.jit.ir import Instruction, Part, Program, special_regunits
+from accelpatch.jit.passes.allocation import Allocation
 from accelpatch.jit.passes.hazards import wait_states
 from accelpatch.jit.passes.liveness import bits
-from accelpatch.jit.passes.matrix import passes
-from accelpatch.jit.passes.physical import BASE, Placed, placed
+from accelpatch.jit.passes.matrix import matrix_passes
+from accelpatch.jit.passes.physical import BASE, Physical, physical
 
-_EXEC = 3 << HIDDEN["exec"][0]
+_EXEC = special_regunits("exec")
 _MEMORY = ("smem", "ds", "flat", "global", "scratch", "buffer")
-#: instructions that may go before another one
+#: how many of the remaining instructions the scheduler considers at a time
 WINDOW = 48
-#: file -> registers of one piece that is put in order
-_MOST: Mapping[str, int] = {"s": 102, "v": 256}
-#: unit -> slots of instructions until a result can be used; of loads what llvm-mca takes, or more
+#: register file -> the most registers of a piece, see _pieces
+_PIECE: Mapping[str, int] = {"s": 102, "v": 256}
+#: execution unit -> cycles, of one instruction each, until a result can be used; for loads at least llvm-mca's figures
 _LATENCY: Mapping[str, int] = {"smem": 20, "ds": 20, "flat": 80, "global": 80, "scratch": 80, "buffer": 80, "trans": 4}
 _STATE = ("s_setreg", "s_getreg", "s_memtime", "s_memrealtime", "s_dcache", "s_getpc", "s_setpc", "s_swappc", "s_call",
           "s_rfe", "s_sendmsg", "s_cbranch")  # fmt: skip
@@ -33,13 +33,13 @@ def hide_stalls(program: Program) -> None:
     for block in program.blocks:
         made: list[Instruction] = []
         for run in _runs(block.instructions):
-            for some, places in _parts(run):
-                made += _scheduled(program.arch, some, places)
+            for piece, allocation in _pieces(run):
+                made += _scheduled(program.arch, piece, allocation)
         block.instructions = made
 
 
 def _runs(instructions: Sequence[Instruction]) -> Iterator[list[Instruction]]:
-    """The instructions between fences, and each fence by itself."""
+    """Runs of instructions between fences; each fence is a run by itself."""
     run: list[Instruction] = []
     for one in instructions:
         fence = one.form.unit == "control" or one.writes & _EXEC or one.name.startswith(_STATE)
@@ -54,86 +54,91 @@ def _runs(instructions: Sequence[Instruction]) -> Iterator[list[Instruction]]:
 
 
 @dataclass(eq=False)
-class Step:
-    """An instruction to be placed. after: those that follow it -> slots until then. waits: of how many it must."""
+class DagNode:
+    """An instruction to be scheduled. at: its index in the run. successors: the instructions that depend on it -> the
+    latency in cycles. unscheduled: how many of its predecessors are not scheduled yet. earliest: the first cycle at
+    which it does not stall."""
 
     at: int
-    made: Placed
-    after: dict[Step, int] = field(default_factory=dict)
-    waits: int = 0
+    physical: Physical
+    successors: dict[DagNode, int] = field(default_factory=dict)
+    unscheduled: int = 0
     earliest: int = 0
 
-    def before(self, other: Step, slots: int) -> None:
+    def precedes(self, other: DagNode, latency: int) -> None:
         if other is not self:
-            other.waits += other not in self.after
-            self.after[other] = max(self.after.get(other, 0), slots)
+            other.unscheduled += other not in self.successors
+            self.successors[other] = max(self.successors.get(other, 0), latency)
 
 
-def _parts(run: Sequence[Instruction]) -> Iterator[tuple[list[Instruction], Places]]:
-    """A run in pieces, each with a place for every register of its own, none in common: by these the rules on wait
-    states find what depends on what. A piece ends where a file has no more places."""
-    some: list[Instruction] = []
-    places, used = Places(), dict.fromkeys(BASE, 0)
+def _pieces(run: Sequence[Instruction]) -> Iterator[tuple[list[Instruction], Allocation]]:
+    """A run in pieces, each with a provisional allocation in which no two virtual registers share a physical one: the
+    rules on wait states, which compare physical registers, then find the true dependencies only. A piece ends where a
+    register file is full."""
+    piece: list[Instruction] = []
+    allocation, used = Allocation(), dict.fromkeys(BASE, 0)
     for one in run:
-        registers = {operand.register for operand in one.operands if isinstance(operand, Part)} - places.of.keys()
+        every = {operand.register for operand in one.operands if isinstance(operand, Part)}
+        registers = every - allocation.first.keys()
         need = {file: used[file] + sum(each.dwords for each in registers if each.file == file) for file in BASE}
-        if some and any(need[file] > most for file, most in _MOST.items()):
-            yield some, places
-            some, places, used = [], Places(), dict.fromkeys(BASE, 0)
-            registers = {operand.register for operand in one.operands if isinstance(operand, Part)}
-        for each in sorted(registers, key=lambda register: register.unit):
-            places.of[each] = used[each.file]
+        if piece and any(need[file] > most for file, most in _PIECE.items()):
+            yield piece, allocation
+            piece, allocation, used = [], Allocation(), dict.fromkeys(BASE, 0)
+            registers = every
+        for each in sorted(registers, key=lambda register: register.first_regunit):
+            allocation.first[each] = used[each.file]
             used[each.file] += each.dwords
-        some.append(one)
-    yield some, places
+        piece.append(one)
+    yield piece, allocation
 
 
-def _scheduled(arch: str, run: list[Instruction], places: Places) -> list[Instruction]:
-    steps = [Step(at, placed(one, places)) for at, one in enumerate(run)]
-    _connect(arch, steps)
+def _scheduled(arch: str, run: list[Instruction], allocation: Allocation) -> list[Instruction]:
+    nodes = [DagNode(at, physical(one, allocation)) for at, one in enumerate(run)]
+    _connect(arch, nodes)
     made: list[Instruction] = []
-    waiting, now = steps, 0
-    while waiting:
-        near = [one for one in waiting[:WINDOW] if not one.waits]
-        best = min(near, key=lambda one: (max(one.earliest, now), one.at))
-        waiting.remove(best)
-        now = max(best.earliest, now)
-        for other, slots in best.after.items():
-            other.waits -= 1
-            other.earliest = max(other.earliest, now + slots)
-        now += 1
-        made.append(best.made.one)
+    remaining, cycle = nodes, 0
+    while remaining:
+        ready = [one for one in remaining[:WINDOW] if not one.unscheduled]
+        chosen = min(ready, key=lambda one: (max(one.earliest, cycle), one.at))
+        remaining.remove(chosen)
+        cycle = max(chosen.earliest, cycle)
+        for other, latency in chosen.successors.items():
+            other.unscheduled -= 1
+            other.earliest = max(other.earliest, cycle + latency)
+        cycle += 1
+        made.append(chosen.physical.instruction)
     return made
 
 
-def _connect(arch: str, steps: Sequence[Step]) -> None:
-    """Say of each step which must follow it."""
-    writer: dict[int, Step] = {}
-    readers: dict[int, list[Step]] = {}
-    memory: Step | None = None
-    for step in steps:
-        one = step.made.one
-        for unit in bits(one.reads):
-            if unit in writer:
-                writer[unit].before(step, _slots(arch, writer[unit].made, step.made))
-            readers.setdefault(unit, []).append(step)
-        for unit in bits(one.writes):
-            for reader in readers.pop(unit, ()):
-                reader.before(step, max(1, wait_states(arch, reader.made, step.made) + 1))
-            if unit in writer:
-                writer[unit].before(step, max(1, wait_states(arch, writer[unit].made, step.made) + 1))
-            writer[unit] = step
-            if one.reads >> unit & 1:
-                readers[unit] = [step]
+def _connect(arch: str, nodes: Sequence[DagNode]) -> None:
+    """Add the edges of the dependency graph: read after write, write after read, write after write, and the order of
+    memory instructions."""
+    writer: dict[int, DagNode] = {}
+    readers: dict[int, list[DagNode]] = {}
+    memory: DagNode | None = None
+    for node in nodes:
+        one = node.physical.instruction
+        for regunit in bits(one.reads):
+            if regunit in writer:
+                writer[regunit].precedes(node, _latency(arch, writer[regunit].physical, node.physical))
+            readers.setdefault(regunit, []).append(node)
+        for regunit in bits(one.writes):
+            for reader in readers.pop(regunit, ()):
+                reader.precedes(node, max(1, wait_states(arch, reader.physical, node.physical) + 1))
+            if regunit in writer:
+                writer[regunit].precedes(node, max(1, wait_states(arch, writer[regunit].physical, node.physical) + 1))
+            writer[regunit] = node
+            if one.reads >> regunit & 1:
+                readers[regunit] = [node]
         if one.form.unit in _MEMORY:
             if memory is not None:
-                memory.before(step, 1)
-            memory = step
+                memory.precedes(node, 1)
+            memory = node
 
 
-def _slots(arch: str, first: Placed, second: Placed) -> int:
-    """Slots until an instruction can read what another one wrote."""
-    slots = _LATENCY.get(first.unit, 1)
+def _latency(arch: str, first: Physical, second: Physical) -> int:
+    """Cycles until ``second`` can read what ``first`` wrote without a stall."""
+    latency = _LATENCY.get(first.unit, 1)
     if first.unit == "matrix":
-        slots = passes(first.name, arch)
-    return max(slots, wait_states(arch, first, second) + 1)
+        latency = matrix_passes(first.name, arch)
+    return max(latency, wait_states(arch, first, second) + 1)

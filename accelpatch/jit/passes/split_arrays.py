@@ -1,7 +1,7 @@
-"""Splits arrays of registers into the parts that instructions use as one, so that each finds a place for itself.
+"""Splits arrays of registers into pieces that can be allocated independently.
 
-Where an instruction names several registers of an array they stay side by side; what no instruction holds together
-need not. The units of a part are the same before and after, so that nothing else of the program changes.
+Registers of an array that one instruction has in a single operand must stay contiguous; others need not. A piece keeps
+its register units, so that the reads and writes of instructions do not change.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ def split_arrays(program: Program) -> None:
         for operand in one.operands:
             if isinstance(operand, Part):
                 parts.setdefault(operand.register, []).append(operand)
-    made: dict[tuple[Register, int], tuple[Register, int]] = {}
+    piece_of: dict[tuple[Register, int], tuple[Register, int]] = {}  # array and dword -> its piece and that one's start
     for register, used in parts.items():
         pieces = _pieces(used)
         if pieces != [(0, register.dwords)] and register.fixed is None:
-            _split(program, register, pieces, used, made)
+            _split(program, register, pieces, used, piece_of)
     for one in program.instructions():
-        _rename(one, made)
+        _rename(one, piece_of)
 
 
 def _pieces(used: list[Part]) -> list[tuple[int, int]]:
-    """First dword of each piece of an array, and the first one after it."""
+    """Each piece of an array as its first dword and the one after its last."""
     found: list[tuple[int, int]] = []
     for start, end in sorted({(one.first, one.first + one.dwords) for one in used}):
         if found and start < found[-1][1]:
@@ -38,22 +38,22 @@ def _pieces(used: list[Part]) -> list[tuple[int, int]]:
 
 def _split(
     program: Program, register: Register, pieces: list[tuple[int, int]], used: list[Part],
-    made: dict[tuple[Register, int], tuple[Register, int]],
+    piece_of: dict[tuple[Register, int], tuple[Register, int]],
 ) -> None:  # fmt: skip
     program.registers.remove(register)
     for start, end in pieces:
-        piece = Register(register.file, end - start, register.unit + start, register.line, register.name)
+        piece = Register(register.file, end - start, register.first_regunit + start, register.line, register.name)
         wanted = [alignment(one.register.file, one.dwords) for one in used if start <= one.first < end]
         piece.alignment[0] = max(wanted)
         program.registers.append(piece)
-        made.update({(register, at): (piece, start) for at in range(start, end)})
+        piece_of.update({(register, at): (piece, start) for at in range(start, end)})
 
 
-def _rename(one: Instruction, made: dict[tuple[Register, int], tuple[Register, int]]) -> None:
+def _rename(one: Instruction, piece_of: dict[tuple[Register, int], tuple[Register, int]]) -> None:
     operands: list[Operand] = []
     for operand in one.operands:
-        if isinstance(operand, Part) and (operand.register, operand.first) in made:
-            piece, start = made[operand.register, operand.first]
+        if isinstance(operand, Part) and (operand.register, operand.first) in piece_of:
+            piece, start = piece_of[operand.register, operand.first]
             operands.append(Part(piece, operand.first - start, operand.dwords, operand.sign))
         else:
             operands.append(operand)

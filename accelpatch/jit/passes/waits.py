@@ -1,8 +1,9 @@
-"""What is under way, and the check of the waits: nothing reads or writes a register that a load is still to fill.
+"""Tracks outstanding memory operations, and checks that no instruction reads or writes a register that an outstanding
+load will write.
 
-vmcnt counts loads and stores of buffers and global memory, which finish in order. lgkmcnt counts LDS and scalar memory;
-LDS alone finishes in order, scalar memory does not, so while any of it is under way only lgkmcnt(0) is a wait. flat
-instructions are counted by both, in no order.
+vmcnt counts loads and stores of buffers and global memory, which complete in order. lgkmcnt counts LDS, which completes
+in order, and scalar memory, which does not: while any scalar access is outstanding, only lgkmcnt(0) waits for anything.
+flat instructions count in both, in no order.
 """
 
 from __future__ import annotations
@@ -18,92 +19,96 @@ from accelpatch.jit.passes.liveness import bits
 _COUNTERS = {"buffer": ("vmcnt",), "global": ("vmcnt",), "scratch": ("vmcnt",), "flat": ("vmcnt", "lgkmcnt"),
              "ds": ("lgkmcnt",), "smem": ("lgkmcnt",)}  # fmt: skip
 MOST = {"vmcnt": 63, "lgkmcnt": 15}
-#: in place of a unit: accesses of LDS under way, which a barrier is to come after, and stores by scalar memory
-LDS, STORED = "LDS ", "stored by scalars"
+#: keys of State.outstanding besides register units: accesses of LDS (LDS and the counter), and scalar stores
+LDS, SCALAR_STORE = "LDS ", "stored by scalars"
 
 
 @dataclass(frozen=True)
-class Load:
-    """What is under way to a register. after: counter -> how many operations were begun since, at least. left: a wait
-    of the kernel's own that came since and was over for none of what is counted, if one did."""
+class Access:
+    """An outstanding access of memory. issued_since: counter -> how many were issued after it, at least. short_wait: a
+    later wait of the kernel that completed none of the accesses of its counter, if there was one."""
 
     by: Instruction
-    after: Mapping[str, int]
-    left: Instruction | None = None
+    issued_since: Mapping[str, int]
+    short_wait: Instruction | None = None
 
-    def least(self, other: Load) -> Load:
-        counts = {name: min(self.after.get(name, 99), other.after.get(name, 99)) for name in
-                  (*self.after, *other.after)}  # fmt: skip
-        return replace(self, after=counts, left=self.left or other.left)
+    def merged(self, other: Access) -> Access:
+        counts = {name: min(self.issued_since.get(name, 99), other.issued_since.get(name, 99)) for name in
+                  (*self.issued_since, *other.issued_since)}  # fmt: skip
+        return replace(self, issued_since=counts, short_wait=self.short_wait or other.short_wait)
 
 
 @dataclass
 class State:
-    """unit -> the load that fills it (also LDS and STORED); the counters with operations that finish in no order."""
+    """outstanding: register unit (or LDS, SCALAR_STORE) -> the access. unordered: counters with accesses that complete
+    in no order."""
 
-    loads: dict[int | str, Load] = field(default_factory=dict)
+    outstanding: dict[int | str, Access] = field(default_factory=dict)
     unordered: set[str] = field(default_factory=set)
 
     @property
-    def units(self) -> int:
-        """The units that loads are to fill."""
-        return sum(1 << unit for unit in self.loads if isinstance(unit, int))
+    def regunits(self) -> int:
+        """The register units that outstanding loads will write."""
+        return sum(1 << key for key in self.outstanding if isinstance(key, int))
 
     def copy(self) -> State:
-        return State(dict(self.loads), set(self.unordered))
+        return State(dict(self.outstanding), set(self.unordered))
 
     def merge(self, other: State) -> bool:
-        """Take in what holds on another way to the same place; returns whether that is anything new."""
+        """Merge in the state of another path to the same point; returns whether this state changed."""
         before = self._facts()
-        for unit, load in other.loads.items():
-            self.loads[unit] = self.loads[unit].least(load) if unit in self.loads else load
+        for key, access in other.outstanding.items():
+            self.outstanding[key] = self.outstanding[key].merged(access) if key in self.outstanding else access
         self.unordered |= other.unordered
         return before != self._facts()
 
     def _facts(self) -> object:
-        return {unit: (dict(load.after), load.left) for unit, load in self.loads.items()}, set(self.unordered)
+        accesses = {key: (dict(one.issued_since), one.short_wait) for key, one in self.outstanding.items()}
+        return accesses, set(self.unordered)
 
     def step(self, one: Instruction) -> None:
         if one.name == "s_waitcnt":
-            for name, value in counts(one).items():
+            for name, value in parse_counts(one).items():
                 self.wait(name, value, one)
         for name in _COUNTERS.get(one.form.unit, ()):
-            self._begin(name, one)
+            self._issue(name, one)
 
     def wait(self, name: str, value: int, by: Instruction | None = None) -> None:
-        """At most so many operations of a counter are under way from here on. by: the kernel's wait that says so."""
-        counted = {unit: load for unit, load in self.loads.items() if name in load.after}
-        stay = {unit: load for unit, load in counted.items()
-                if load.after[name] < value or (value and name in self.unordered)}  # fmt: skip
-        for unit, load in counted.items():
-            if unit in stay:
-                self.loads[unit] = replace(load, left=by or load.left) if len(stay) == len(counted) else load
+        """From here on at most ``value`` accesses of a counter are outstanding. by: the kernel's s_waitcnt; None for a
+        wait that the jit inserts."""
+        counted = {key: access for key, access in self.outstanding.items() if name in access.issued_since}
+        stay = {key: access for key, access in counted.items()
+                if access.issued_since[name] < value or (value and name in self.unordered)}  # fmt: skip
+        for key, access in counted.items():
+            if key in stay:
+                short_wait = by or access.short_wait if len(stay) == len(counted) else access.short_wait
+                self.outstanding[key] = replace(access, short_wait=short_wait)
                 continue
-            rest = {other: count for other, count in load.after.items() if other != name}
+            rest = {other: count for other, count in access.issued_since.items() if other != name}
             if rest:
-                self.loads[unit] = replace(load, after=rest)
+                self.outstanding[key] = replace(access, issued_since=rest)
             else:
-                del self.loads[unit]
+                del self.outstanding[key]
         if value == 0:
             self.unordered.discard(name)
 
-    def _begin(self, name: str, one: Instruction) -> None:
-        for unit, load in self.loads.items():
-            if name in load.after and load.by is not one:
-                count = min(load.after[name] + 1, MOST[name] + 1)
-                self.loads[unit] = replace(load, after={**load.after, name: count})
+    def _issue(self, name: str, one: Instruction) -> None:
+        for key, access in self.outstanding.items():
+            if name in access.issued_since and access.by is not one:
+                count = min(access.issued_since[name] + 1, MOST[name] + 1)
+                self.outstanding[key] = replace(access, issued_since={**access.issued_since, name: count})
         if one.form.unit in ("smem", "flat"):
             self.unordered.add(name)
         by_dma = "lds" in one.form.flags or "_lds_" in one.name or "lds" in one.mod.split()
         lds = one.form.unit == "ds" or by_dma or (one.form.unit == "flat" and "load" not in one.name)
-        stored = [STORED] if one.form.unit == "smem" and "store" in one.form.flags else []
-        units: list[int | str] = [*bits(one.writes), *([LDS + name] if lds else stored)]
-        for unit in units:
-            self.loads[unit] = Load(one, dict.fromkeys(_COUNTERS[one.form.unit], 0))
+        stored = [SCALAR_STORE] if one.form.unit == "smem" and "store" in one.form.flags else []
+        keys: list[int | str] = [*bits(one.writes), *([LDS + name] if lds else stored)]
+        for key in keys:
+            self.outstanding[key] = Access(one, dict.fromkeys(_COUNTERS[one.form.unit], 0))
 
 
-def counts(wait: Instruction) -> dict[str, int]:
-    """The counters that an s_waitcnt names. Raises CompileError where it says none."""
+def parse_counts(wait: Instruction) -> dict[str, int]:
+    """Counter -> count of an s_waitcnt. Raises CompileError where it names no counter."""
     text = str(wait.operands[0])
     found = {name: int(value) for name, value in re.findall(r"(vmcnt|lgkmcnt|expcnt)\((\d+)\)", text)}
     if not found:
@@ -114,8 +119,8 @@ def counts(wait: Instruction) -> dict[str, int]:
     return found
 
 
-def entries(program: Program, step: Callable[[State, Instruction], None]) -> dict[Block, State]:
-    """What is under way where each block begins, on any way to it; blocks that nothing leads to are left out."""
+def entry_states(program: Program, step: Callable[[State, Instruction], None]) -> dict[Block, State]:
+    """Block -> what may be outstanding at its start, on any path to it; unreachable blocks are left out."""
     entry: dict[Block, State] = {program.blocks[0]: State()}
     waiting = [program.blocks[0]]
     while waiting:
@@ -123,51 +128,53 @@ def entries(program: Program, step: Callable[[State, Instruction], None]) -> dic
         state = entry[block].copy()
         for one in block.instructions:
             step(state, one)
-        for after in block.next:
-            if after not in entry:
-                entry[after] = state.copy()
-                waiting.append(after)
-            elif entry[after].merge(state):
-                waiting.append(after)
+        for successor in block.successors:
+            if successor not in entry:
+                entry[successor] = state.copy()
+                waiting.append(successor)
+            elif entry[successor].merge(state):
+                waiting.append(successor)
     return entry
 
 
 def check_waits(program: Program) -> dict[Instruction, int]:
-    """Instruction -> the units that loads are to fill when it is reached. Raises CompileError where it uses one."""
+    """Instruction -> the register units that outstanding loads will write. Raises CompileError where it uses one of
+    them."""
     pending = dict.fromkeys(program.instructions(), 0)
-    for block, state in entries(program, State.step).items():
+    for block, state in entry_states(program, State.step).items():
         for one in block.instructions:
-            pending[one] = state.units
-            for unit, load in touched(one, state):
-                if _in_order(one, unit, load, state):
+            pending[one] = state.regunits
+            for regunit, access in touched(one, state):
+                if _in_order(one, regunit, access, state):
                     continue
-                waits = " ".join(f"{name}({count})" for name, count in left(load, state).items())
-                fail(f'{early(one, unit, load)}: put J.s_waitcnt(mod="{waits}") before it', one.line)
+                waits = " ".join(f"{name}({count})" for name, count in needed_counts(access, state).items())
+                fail(f'{too_early(one, regunit, access)}: put J.s_waitcnt(mod="{waits}") before it', one.line)
             state.step(one)
     return pending
 
 
-def touched(one: Instruction, state: State) -> list[tuple[int, Load]]:
-    """The units of an instruction that loads are still to fill."""
-    return [(unit, state.loads[unit]) for unit in bits((one.reads | one.writes) & state.units)]
+def touched(one: Instruction, state: State) -> list[tuple[int, Access]]:
+    """The register units of an instruction that outstanding loads will write."""
+    return [(regunit, state.outstanding[regunit]) for regunit in bits((one.reads | one.writes) & state.regunits)]
 
 
-def _in_order(one: Instruction, unit: int, load: Load, state: State) -> bool:
-    """Whether it is itself a load that will come after that one."""
+def _in_order(one: Instruction, regunit: int, access: Access, state: State) -> bool:
+    """Whether the instruction is itself a load, which will write the register after the outstanding one does."""
     kinds = _COUNTERS.get(one.form.unit, ())
-    return not one.reads >> unit & 1 and tuple(load.after) == kinds and not state.unordered & set(kinds)
+    return not one.reads >> regunit & 1 and tuple(access.issued_since) == kinds and not state.unordered & set(kinds)
 
 
-def left(load: Load, state: State) -> dict[str, int]:
-    """Counter -> to how many a wait must come so that a load is over."""
-    return {name: 0 if name in state.unordered else min(count, MOST[name]) for name, count in load.after.items()}
+def needed_counts(access: Access, state: State) -> dict[str, int]:
+    """Counter -> the largest count with which s_waitcnt waits for an access."""
+    return {name: 0 if name in state.unordered else min(count, MOST[name])
+            for name, count in access.issued_since.items()}  # fmt: skip
 
 
-def early(one: Instruction, unit: int | str, load: Load) -> str:
-    """What is wrong with an instruction that comes before a load is over."""
-    if isinstance(unit, str):
-        return f"{one.name} comes before {load.by.name} of {load.by.line} is over"
+def too_early(one: Instruction, regunit: int | str, access: Access) -> str:
+    """The error message for an instruction that comes before an outstanding access is complete."""
+    if isinstance(regunit, str):
+        return f"{one.name} comes before {access.by.name} of {access.by.line} is over"
     name = next(operand.register.name for operand in one.operands if isinstance(operand, Part)
-                and operand.mask >> unit & 1)  # fmt: skip
-    verb = "reads" if one.reads >> unit & 1 else "writes"
-    return f"{one.name} {verb} {name}, which {load.by.name} of {load.by.line} may not have filled yet"
+                and operand.mask >> regunit & 1)  # fmt: skip
+    verb = "reads" if one.reads >> regunit & 1 else "writes"
+    return f"{one.name} {verb} {name}, which {access.by.name} of {access.by.line} may not have filled yet"

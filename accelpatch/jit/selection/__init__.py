@@ -1,7 +1,7 @@
 """Instruction selection: from expressions to the cheapest sequences of instructions.
 
 ``assign`` writes an expression into registers, ``evaluate`` computes one element, ``mask`` and ``branch`` use a
-condition. Each rule computes its operands first and writes its target last, so that a target may be among them.
+condition. Each rule reads its operands before it writes its target, so that the target may be one of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Conditions: of scalars in the condition code SCC, of vectors as masks of lanes."""
+"""Conditions: scalar ones in the condition code SCC, vector ones as lane masks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ _LOGIC = {"&": "s_and_b64", "|": "s_or_b64", "^": "s_xor_b64"}
 
 
 def mask(J: Builder, condition: Condition) -> Value:
-    """64 bits of scalar registers: of a condition of vectors the lanes for which it holds, of scalars all or none.
-
-    What inactive lanes have is not said.
-    """
+    """A condition as 64 bits of scalar registers: the lanes for which it holds; for a scalar condition all lanes or
+    none. The bits of inactive lanes are undefined."""
     made = J.temporary("s", types.U64)
     if isinstance(condition, Compare) and (condition.file == "v" or condition.left.type.is_float):
         _compared(J, made, condition, opposite=False)
@@ -32,14 +30,14 @@ def mask(J: Builder, condition: Condition) -> Value:
         holds = _scc(J, condition)
         J.emit("s_cselect_b64", made, -1 if holds else 0, 0 if holds else -1)
     elif isinstance(condition, Logic) and condition.op == "~":
-        of = condition.of[0]
-        if isinstance(of, Compare):
-            _compared(J, made, of, opposite=True)
+        inner = condition.operands[0]
+        if isinstance(inner, Compare):
+            _compared(J, made, inner, opposite=True)
         else:
-            J.emit("s_not_b64", made, mask(J, of))
+            J.emit("s_not_b64", made, mask(J, inner))
     else:
         assert isinstance(condition, Logic)
-        left, right = (mask(J, one) for one in condition.of)
+        left, right = (mask(J, one) for one in condition.operands)
         J.emit(_LOGIC[condition.op], made, left, right)
     return made
 
@@ -50,36 +48,37 @@ def _compared(J: Builder, target: Value, node: Compare, *, opposite: bool) -> No
         left, right, op = right, left, _MIRRORED[op]  # a literal can only be the first
     if not (isinstance(right, Value) and right.file == "v"):
         right = register(J, right, "v")
-    of = node.left.type
-    if of.is_float:
-        # Comparisons with NaN are false, but for !=; the opposite of such a comparison has an instruction of its own.
+    dtype = node.left.type
+    if dtype.is_float:
+        # Comparisons with NaN are false, except !=; so "not <" differs from ">=", and has an instruction of its own.
         name = "neq" if op == "!=" else _NAMES[op]
         name = {"neq": "eq", "eq": "neq"}.get(name, f"n{name}") if opposite else name
     else:
         op = _OPPOSITE[op] if opposite else op
         name = "ne" if op == "!=" else _NAMES[op]
-    vector.emit(J, f"v_cmp_{name}_{of}", target, left, right)
+    vector.emit(J, f"v_cmp_{name}_{dtype}", target, left, right)
 
 
 def _scc(J: Builder, condition: Condition) -> bool:
-    """Emit what sets SCC; returns what SCC is where the condition holds."""
+    """Emit instructions that set SCC to the condition, or to its negation; returns which: True for the condition."""
     if isinstance(condition, Logic):
         if condition.op == "~":
-            return not _scc(J, condition.of[0])
-        left, right = (J.compute(Select(one, constant(1, types.U32), constant(0, types.U32))) for one in condition.of)
+            return not _scc(J, condition.operands[0])
+        one, zero = constant(1, types.U32), constant(0, types.U32)
+        left, right = (J.compute(Select(each, one, zero)) for each in condition.operands)
         J.emit({"&": "s_and_b32", "|": "s_or_b32", "^": "s_xor_b32"}[condition.op], J.temporary("s", types.U32),
                left, right)  # fmt: skip
         return True
     assert isinstance(condition, Compare)
-    node, of = condition, condition.left.type
-    if of.is_float:
+    node, dtype = condition, condition.left.type
+    if dtype.is_float:
         J.emit("s_cmp_lg_u64", mask(J, node), 0)
         return True
-    if of.bits == 64:
+    if dtype.bits == 64:
         return _scc_wide(J, node)
-    if node.op in ("==", "!=") and patterns.number(node.right) == 0 and patterns.is_op(node.left, "&"):
+    if node.op in ("==", "!=") and patterns.integer(node.right) == 0 and patterns.is_op(node.left, "&"):
         return _scc_bits(J, node)
-    kind = "u" if of.kind == "u" else "i"
+    kind = "u" if dtype.kind == "u" else "i"
     left, right = J.operand(node.left), J.operand(node.right)
     J.emit(f"s_cmp_{_NAMES[node.op]}_{kind}32", *_one_literal(J, left, right))
     return True
@@ -91,9 +90,9 @@ def _one_literal(J: Builder, left: Result, right: Result) -> tuple[Result, Resul
 
 
 def _scc_bits(J: Builder, node: Compare) -> bool:
-    """(x & m) == 0 and != 0: an and sets SCC by itself, and a single bit has an instruction of its own."""
+    """(x & m) == 0 and != 0: s_and sets SCC itself, and s_bitcmp tests a single bit."""
     assert isinstance(node.left, Binary)
-    bit = patterns.power(patterns.number(node.left.right))
+    bit = patterns.exact_log2(patterns.integer(node.left.right))
     if bit is not None:
         J.emit("s_bitcmp1_b32" if node.op == "!=" else "s_bitcmp0_b32", J.operand(node.left.left), bit)
         return True
@@ -114,16 +113,16 @@ def _scc_wide(J: Builder, node: Compare) -> bool:
         highs = [J.compute(binary("^", one, 1 << 31)) for one in highs]
     ignored = J.temporary("s", types.U32)
     scalar.emit(J, "s_sub_u32", ignored, half(left, 0), half(right, 0))
-    scalar.emit(J, "s_subb_u32", ignored, *(J.operand(one) for one in highs))  # SCC: it was less
+    scalar.emit(J, "s_subb_u32", ignored, *(J.operand(one) for one in highs))  # SCC is the borrow: left < right
     return node.op in ("<", ">")
 
 
 def branch(J: Builder, condition: Condition, to: Block, *, when: bool) -> None:
-    """Go to a block if a condition of scalars is ``when``; the second part of & and | is tested where it matters."""
+    """Jump to a block if a scalar condition is ``when``; & and | skip their second operand if the first decides."""
     if isinstance(condition, Logic) and condition.op == "~":
-        branch(J, condition.of[0], to, when=not when)
+        branch(J, condition.operands[0], to, when=not when)
     elif isinstance(condition, Logic) and condition.op in ("&", "|"):
-        first, second = condition.of
+        first, second = condition.operands
         if (condition.op == "|") == when:
             branch(J, first, to, when=when)
             branch(J, second, to, when=when)
@@ -148,5 +147,5 @@ def choose(J: Builder, node: Select, target: Value) -> None:
         return
     lanes = mask(J, node.condition)
     for at in range(target.dwords):
-        parts = (vector.beside_mask(J, half(one, at) if target.dwords == 2 else one) for one in (no, yes))
+        parts = (vector.vector_or_inline(J, half(one, at) if target.dwords == 2 else one) for one in (no, yes))
         J.emit("v_cndmask_b32", target.dword(at), *parts, lanes)

@@ -15,7 +15,7 @@ from accelpatch.jit.selection.moves import move, register
 if TYPE_CHECKING:
     from accelpatch.jit.builder import Builder
 
-#: (from, to) -> the instruction; the others go by way of f32
+#: (from, to) -> the instruction; other conversions go through f32
 _DIRECT = {
     (a, b): f"v_cvt_{b}_{a}"
     for a, b in (("i32", "f32"), ("u32", "f32"), ("f32", "i32"), ("f32", "u32"), ("f32", "f16"), ("f16", "f32"),
@@ -24,35 +24,36 @@ _DIRECT = {
 
 
 def convert(J: Builder, node: Convert, target: Value) -> None:
-    of, to = node.of.type, node.type
-    if of.lanes > 1 or to.lanes > 1:
-        fail(f"{of} is not converted to {to} as a whole: take its lanes out by shifts, or use an instruction by name")
-    if of.is_integer and to.is_integer:
+    dtype, to = node.operand.type, node.type
+    if dtype.lanes > 1 or to.lanes > 1:
+        advice = "take its lanes out by shifts, or use an instruction by name"
+        fail(f"{dtype} is not converted to {to} as a whole: {advice}")
+    if dtype.is_integer and to.is_integer:
         _integer(J, node, target)
-    elif of.kind in ("i", "u") and of.bits < 32:
+    elif dtype.kind in ("i", "u") and dtype.bits < 32:
         _narrow(J, node, target)
-    elif (str(of), str(to)) in _DIRECT:
-        vector.emit(J, _DIRECT[str(of), str(to)], target, J.operand(node.of))
-    elif str(of) == "bf16" and str(to) == "f32":
-        vector.emit(J, "v_lshlrev_b32", target, Constant(16, types.U32), J.operand(node.of))
-    elif str(of) == "f32" and str(to) == "bf16":
-        _to_bfloat16(J, node.of, target)
-    elif types.F32 not in (of, to):
-        J.compute(converted(converted(node.of, types.F32), to), target)
+    elif (str(dtype), str(to)) in _DIRECT:
+        vector.emit(J, _DIRECT[str(dtype), str(to)], target, J.operand(node.operand))
+    elif str(dtype) == "bf16" and str(to) == "f32":
+        vector.emit(J, "v_lshlrev_b32", target, Constant(16, types.U32), J.operand(node.operand))
+    elif str(dtype) == "f32" and str(to) == "bf16":
+        _to_bfloat16(J, node.operand, target)
+    elif types.F32 not in (dtype, to):
+        J.compute(converted(converted(node.operand, types.F32), to), target)
     else:
-        fail(f"no instruction converts {of} to {to}")
+        fail(f"no instruction converts {dtype} to {to}")
 
 
 def _integer(J: Builder, node: Convert, target: Value) -> None:
-    """Widened by zeros or the sign, cut to the low half, or as it is."""
-    of, to, x = node.of.type, node.type, J.operand(node.of)
+    """An integer extended by zeros or its sign, truncated to the low half, or unchanged."""
+    dtype, to, x = node.operand.type, node.type, J.operand(node.operand)
     if isinstance(x, Constant):
         move(J, target, Constant(x.value, to))
-    elif to.bits <= of.bits:
-        J.compute(x.dword(0) if to.bits < of.bits else x, target)
+    elif to.bits <= dtype.bits:
+        J.compute(x.dword(0) if to.bits < dtype.bits else x, target)
     else:
         move(J, target.dword(0), x)
-        if of.kind == "u":
+        if dtype.kind == "u":
             move(J, target.dword(1), Constant(0, types.U32))
         elif target.file == "s":
             J.emit("s_ashr_i32", target.dword(1), target.dword(0), 31)
@@ -61,19 +62,19 @@ def _integer(J: Builder, node: Convert, target: Value) -> None:
 
 
 def _narrow(J: Builder, node: Convert, target: Value) -> None:
-    """8 and 16 bits in the low part of a register, whatever the rest of it holds."""
-    of, x = node.of.type, J.operand(node.of)
+    """An integer of 8 or 16 bits in the low part of a register, whose upper part is undefined."""
+    dtype, x = node.operand.type, J.operand(node.operand)
     if node.type.bits != 32 or not node.type.is_integer:
-        whole = converted(node.of, types.I32 if of.kind == "i" else types.U32)
+        whole = converted(node.operand, types.I32 if dtype.kind == "i" else types.U32)
         J.compute(converted(whole, node.type), target)
-    elif target.file == "s" and of.kind == "i":
-        J.emit(f"s_sext_i32_i{of.bits}", target, x)
+    elif target.file == "s" and dtype.kind == "i":
+        J.emit(f"s_sext_i32_i{dtype.bits}", target, x)
     elif target.file == "s":
-        J.emit("s_and_b32", target, x, (1 << of.bits) - 1)
-    elif of.kind == "i":
-        vector.emit(J, "v_bfe_i32", target, x, Constant(0, types.U32), Constant(of.bits, types.U32))
+        J.emit("s_and_b32", target, x, (1 << dtype.bits) - 1)
+    elif dtype.kind == "i":
+        vector.emit(J, "v_bfe_i32", target, x, Constant(0, types.U32), Constant(dtype.bits, types.U32))
     else:
-        vector.emit(J, "v_and_b32", target, Constant((1 << of.bits) - 1, types.U32), x)
+        vector.emit(J, "v_and_b32", target, Constant((1 << dtype.bits) - 1, types.U32), x)
 
 
 def _to_bfloat16(J: Builder, x: Node, target: Value) -> None:

@@ -1,7 +1,8 @@
-"""Division and remainder of integers, rounded towards zero: by constants with a multiplication, else by a reciprocal.
+"""Division and remainder of integers, rounded towards zero: by a constant with a multiplication, otherwise with a
+reciprocal.
 
 Sources: Hacker's Delight, chapter 10 (constants); the expansion of udiv that LLVM's AMDGPU backend documents: a
-reciprocal in floating point, one step of Newton and two corrections.
+floating-point reciprocal, one Newton step and two corrections.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from accelpatch.jit.selection.moves import register
 if TYPE_CHECKING:
     from accelpatch.jit.builder import Builder
 
-_SCALE = 0x4F7FFFFE  # a little below 2**32 as f32: the reciprocal must not come out too large
+_SCALE = 0x4F7FFFFE  # the bits of an f32 a little below 2**32, so that the scaled reciprocal is not too large
 
 
-def by_registers(node: Node) -> bool:
-    """Whether it is a division by a value that is known at run time alone: that needs the vector unit."""
+def by_variable(node: Node) -> bool:
+    """Whether it is an integer division by a value that is not constant, which only vector instructions can compute."""
     is_division = isinstance(node, Binary) and node.op in ("/", "%") and node.type.is_integer
     return is_division and not isinstance(node.right, Constant)  # type: ignore[attr-defined]
 
 
 def divide(J: Builder, node: Binary, target: Value) -> None:
-    by = patterns.number(node.right)
-    if node.type.bits == 64 and (node.type.kind == "i" or patterns.power(by) is None):
+    by = patterns.integer(node.right)
+    if node.type.bits == 64 and (node.type.kind == "i" or patterns.exact_log2(by) is None):
         fail("integers of 64 bits are divided by powers of two, as u64, alone: compute with 32 bits where you can")
     if by is None:
         _by_register(J, node, target)
         return
     x = J.operand(node.left)
-    power = patterns.power(by)
+    power = patterns.exact_log2(by)
     if power is not None and node.type.kind == "u":
         J.compute(binary(">>", x, power) if node.op == "/" else binary("&", x, by - 1), target)
         return
@@ -48,7 +49,7 @@ def _remainder(J: Builder, x: Node, quotient: Node, by: int) -> Node:
 
 
 def _unsigned(J: Builder, x: Node, by: int) -> Node:
-    """The quotient as a product with 2**p / by, for the first p at which that is exact for all 32 bits."""
+    """The quotient as the product with 2**p / by, for the smallest p at which it is exact for every 32-bit x."""
     bits = by.bit_length()
     for p in range(32, 33 + bits):
         factor = -(-(1 << p) // by)
@@ -61,9 +62,9 @@ def _unsigned(J: Builder, x: Node, by: int) -> Node:
 
 
 def _signed(J: Builder, x: Node, by: int) -> Node:
-    """As _unsigned, with a correction of one for negative numbers; a power of two needs no product."""
+    """As _unsigned, plus one for negative x; powers of two need only shifts."""
     size = abs(by)
-    power = patterns.power(size)
+    power = patterns.exact_log2(size)
     if size == 1:
         quotient: Node = x
     elif power is not None:
@@ -80,8 +81,8 @@ def _signed(J: Builder, x: Node, by: int) -> Node:
     return binary("-", constant(0, types.I32), quotient) if by < 0 else quotient
 
 
-def _high(x: Node, factor: int, of: types.Type) -> Node:
-    return Binary("mulhi", convert(x, of), Constant(factor, of))
+def _high(x: Node, factor: int, dtype: types.Type) -> Node:
+    return Binary("mulhi", convert(x, dtype), Constant(factor, dtype))
 
 
 def _by_register(J: Builder, node: Binary, target: Value) -> None:

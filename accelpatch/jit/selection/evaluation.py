@@ -1,4 +1,4 @@
-"""One element at a time: which rule computes a node, and where its result goes."""
+"""Evaluates expressions element by element: chooses the rule for a node, and where its result goes."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ def assign(J: Builder, target: Value, node: Node) -> None:
         for at in range(0 if only else target.count):
             move(J, target.element(at), made)
         return
-    # An array that is read where another of its elements was just written is computed apart first.
-    apart = any(leaf.register is target.register and leaf.first != target.first for leaf in leaves(node))
-    where = J.temporary(target.file, target.type, target.count) if apart else target
+    # If the expression reads other elements of the target's array, it is computed in a temporary first.
+    overlaps = any(leaf.register is target.register and leaf.first != target.first for leaf in leaves(node))
+    where = J.temporary(target.file, target.type, target.count) if overlaps else target
     at = 0
     while at < target.count:
         paired = vector.pair(J, node, where, at)
         if not paired:
             evaluate(J, node.element(at), where.element(at))
         at += 2 if paired else 1
-    for at in range(target.count if apart else 0):
+    for at in range(target.count if overlaps else 0):
         move(J, target.element(at), where.element(at))
 
 
 def _fitting(target: Value, node: Node) -> Node:
-    """The expression with the target's type. Raises CompileError where that would change its value unasked."""
-    of = target.type
+    """The expression with the target's type. Raises CompileError where that needs a conversion that may lose bits."""
+    dtype = target.type
     if isinstance(node, Constant):
-        return constant(node.value, of) if not isinstance(node.value, float) or of.is_float else node
+        return constant(node.value, dtype) if not isinstance(node.value, float) or dtype.is_float else node
     if isinstance(node, Condition):
-        return node if (target.file, of.bits) == ("s", 64) else select(node, constant(1, of), constant(0, of))
-    same = node.type == of or (node.type.is_integer and of.is_integer and node.type.bits == of.bits)
-    if same or (node.type.is_integer and of.is_integer and node.type.bits < of.bits):
-        return Convert(node, of) if node.type.bits < of.bits else node
-    return fail(f"{node.type} is assigned to registers of {of}: convert it by .to('{of}'), or .view its bits")
+        return node if (target.file, dtype.bits) == ("s", 64) else select(node, constant(1, dtype), constant(0, dtype))
+    same = node.type == dtype or (node.type.is_integer and dtype.is_integer and node.type.bits == dtype.bits)
+    if same or (node.type.is_integer and dtype.is_integer and node.type.bits < dtype.bits):
+        return Convert(node, dtype) if node.type.bits < dtype.bits else node
+    return fail(f"{node.type} is assigned to registers of {dtype}: convert it by .to('{dtype}'), or .view its bits")
 
 
 def leaves(node: Node) -> Iterator[Value]:
@@ -74,13 +74,13 @@ def leaves(node: Node) -> Iterator[Value]:
 
 
 def _children(node: Node) -> tuple[Node, ...]:
-    found = (getattr(node, name, None) for name in ("left", "right", "condition", "yes", "no"))
-    of = getattr(node, "of", ())
-    return (*(one for one in found if one is not None), *(of if isinstance(of, tuple) else (of,)))
+    found = (getattr(node, name, None) for name in ("left", "right", "condition", "yes", "no", "operand"))
+    return (*(one for one in found if one is not None), *getattr(node, "operands", ()))
 
 
 def evaluate(J: Builder, node: Node, target: Value | None = None) -> Result:
-    """Compute one element, into the target if there is one; else where it is, or into a temporary."""
+    """Compute one element into the target, if there is one. Otherwise registers and constants are returned as they are,
+    and other results are in a temporary."""
     if isinstance(node, Value | Constant):
         if target is None:
             return node
@@ -89,9 +89,9 @@ def evaluate(J: Builder, node: Node, target: Value | None = None) -> Result:
     if isinstance(node, Condition):
         return evaluate(J, conditions.mask(J, node), target)
     if isinstance(node, Convert) and _same_bits(node):
-        return _retyped(evaluate(J, node.of, target), node.type)
-    file = "v" if node.file != "s" or node.type.is_float or division.by_registers(node) else "s"
-    fits = target is not None and target.file == file and (node.type.dwords == 1 or not _shifted(target, node))
+        return _retyped(evaluate(J, node.operand, target), node.type)
+    file = "v" if node.file != "s" or node.type.is_float or division.by_variable(node) else "s"
+    fits = target is not None and target.file == file and (node.type.dwords == 1 or not _overlaps_shifted(target, node))
     where = target if target is not None and fits else J.temporary(file, node.type)
     _RULES[type(node)](J, node, where)
     if target is not None and where is not target:
@@ -101,19 +101,19 @@ def evaluate(J: Builder, node: Node, target: Value | None = None) -> Result:
 
 
 def _same_bits(node: Convert) -> bool:
-    of, to = node.of.type, node.type
-    return of.is_integer and to.is_integer and of.bits == to.bits
+    dtype, to = node.operand.type, node.type
+    return dtype.is_integer and to.is_integer and dtype.bits == to.bits
 
 
-def _retyped(made: Result, of: Type) -> Result:
-    """The same bits, signed or not."""
+def _retyped(made: Result, dtype: Type) -> Result:
+    """The same bits as another type."""
     if isinstance(made, Constant):
-        return Constant(made.value, of)
-    return Value(made.register, made.first, made.shape, of, made.assign)
+        return Constant(made.value, dtype)
+    return Value(made.register, made.first, made.shape, dtype, made.assign)
 
 
-def _shifted(target: Value, node: Node) -> bool:
-    """Whether a target of two registers would be written before what it partly is was read."""
+def _overlaps_shifted(target: Value, node: Node) -> bool:
+    """Whether an operand shares one of two registers with the target, so that the first write may overwrite it."""
     near = (leaf.first - target.first for leaf in leaves(node) if leaf.register is target.register)
     return any(distance and abs(distance) < 2 for distance in near)
 
@@ -138,13 +138,13 @@ def _binary(J: Builder, node: Node, target: Value) -> None:
 def _unary(J: Builder, node: Node, target: Value) -> None:
     assert isinstance(node, Unary)
     if node.op == "-" and node.type.is_integer:
-        evaluate(J, binary("-", constant(0, node.type), node.of), target)
+        evaluate(J, binary("-", constant(0, node.type), node.operand), target)
     elif node.op == "~" and node.type.is_integer:
         wide.invert(J, node, target)
     elif node.op == "abs" and node.type.is_integer and target.file == "s":
-        J.emit("s_abs_i32", target, operand(J, node.of))
+        J.emit("s_abs_i32", target, operand(J, node.operand))
     elif node.op == "abs" and node.type.is_integer:
-        evaluate(J, binary("max", node.of, binary("-", constant(0, node.type), node.of)), target)
+        evaluate(J, binary("max", node.operand, binary("-", constant(0, node.type), node.operand)), target)
     else:
         vector.sign(J, node, target)
 

@@ -1,4 +1,4 @@
-"""Copies between scalar, vector and accumulator registers, and constants into them."""
+"""Copies between scalar, vector and accumulator registers, and loads of constants."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _copy(J: Builder, target: Value, source: Value) -> None:
     if pair and target.file == source.file == "s":
         J.emit("s_mov_b64", target, source)
         return
-    if (target.file, source.file) not in _COPY:  # between scalars and accumulators
+    if (target.file, source.file) not in _COPY:  # scalar and accumulator: through a vector register
         between = J.temporary("v", source.type)
         _copy(J, between, source)
         source = between
@@ -42,16 +42,16 @@ def _copy(J: Builder, target: Value, source: Value) -> None:
 
 
 def _load(J: Builder, target: Value, source: Constant) -> None:
-    of, values = source.type, words(source)
+    dtype, values = source.type, words(source)
     inline = inline_text(source)
     if target.file == "s" and len(values) == 2 and inline is not None:
         J.emit("s_mov_b64", target, inline)
         return
     for at, value in enumerate(values):
-        word = text(value, of if len(values) == 1 else types.U32)
-        if target.file == "s" and not is_inline(value, of) and (value + 0x8000) & 0xFFFFFFFF < 0x10000:
+        word = text(value, dtype if len(values) == 1 else types.U32)
+        if target.file == "s" and not is_inline(value, dtype) and (value + 0x8000) & 0xFFFFFFFF < 0x10000:
             J.emit("s_movk_i32", target.dword(at), hex(value & 0xFFFF))
-        elif target.file == "a" and not is_inline(value, of):
+        elif target.file == "a" and not is_inline(value, dtype):
             between = J.temporary("v", types.U32)
             J.emit("v_mov_b32", between, word)
             J.emit("v_accvgpr_write_b32", target.dword(at), between)
@@ -61,7 +61,7 @@ def _load(J: Builder, target: Value, source: Constant) -> None:
 
 
 def register(J: Builder, source: Result, file: str) -> Value:
-    """A value in a register of a file: itself where it is in one."""
+    """A value in a register of a file; it is copied unless it is in one."""
     if isinstance(source, Value) and source.file == file:
         return source
     made = J.temporary(file, source.type)
@@ -70,7 +70,7 @@ def register(J: Builder, source: Result, file: str) -> Value:
 
 
 def readable(J: Builder, source: Result) -> Result:
-    """A value that arithmetic can read: accumulators are copied."""
+    """A value as an operand of arithmetic: accumulators are copied to vector registers."""
     return register(J, source, "v") if isinstance(source, Value) and source.file == "a" else source
 
 

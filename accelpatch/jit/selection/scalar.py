@@ -33,7 +33,8 @@ def binary(J: Builder, node: Binary, target: Value) -> None:
 
 
 def emit(J: Builder, name: str, target: Value, *sources: Result) -> None:
-    """An instruction of two sources, of which only one may be a literal."""
+    """Emit an instruction with two sources, of which only one may be a literal: a second one is copied to a
+    register."""
     literals = {at for at, one in enumerate(sources)
                 if isinstance(one, Constant) and not is_inline(words(one)[0], types.U32)}  # fmt: skip
     given = [register(J, one, "s") if at in sorted(literals)[1:] else one for at, one in enumerate(sources)]
@@ -41,9 +42,9 @@ def emit(J: Builder, name: str, target: Value, *sources: Result) -> None:
 
 
 def _fused(J: Builder, node: Binary, target: Value) -> bool:
-    """Emit the one instruction that does the work of several, if there is one."""
+    """Emit the single instruction that computes several operations; returns whether there is one."""
     if node.op == "+":
-        for one, other in patterns.sides(node):
+        for one, other in patterns.both_orders(node):
             shift = patterns.shifted_left(one)
             if shift and 1 <= shift[1] <= 4:
                 emit(J, f"s_lshl{shift[1]}_add_u32", target, J.operand(shift[0]), J.operand(other))
@@ -55,17 +56,17 @@ def _fused(J: Builder, node: Binary, target: Value) -> bool:
         emit(J, "s_bfe_u32", target, J.operand(field[0]), Constant(field[2] << 16 | field[1], types.U32))
         return True
     if node.op in ("&", "|"):
-        for one, other in patterns.sides(node):
-            of = patterns.inverted(other)
-            if of is not None:
-                emit(J, "s_andn2_b32" if node.op == "&" else "s_orn2_b32", target, J.operand(one), J.operand(of))
+        for one, other in patterns.both_orders(node):
+            inner = patterns.inverted(other)
+            if inner is not None:
+                emit(J, "s_andn2_b32" if node.op == "&" else "s_orn2_b32", target, J.operand(one), J.operand(inner))
                 return True
     return False
 
 
 def _multiplied(J: Builder, node: Binary, target: Value) -> bool:
-    """x * c by a shift, or a shift and an addition."""
-    value = patterns.number(node.right) if node.op == "*" else None
+    """x * c as a shift, or as a shift and an addition; returns whether that is possible."""
+    value = patterns.integer(node.right) if node.op == "*" else None
     shift = patterns.shifted_left(node)
     if shift:
         emit(J, "s_lshl_b32", target, J.operand(shift[0]), Constant(shift[1], types.U32))
@@ -73,7 +74,7 @@ def _multiplied(J: Builder, node: Binary, target: Value) -> bool:
     if value == 0:
         move(J, target, Constant(0, types.U32))
         return True
-    by = patterns.power(None if value is None else value - 1)
+    by = patterns.exact_log2(None if value is None else value - 1)
     if by is not None and 1 <= by <= 4:
         x = J.operand(node.left)
         emit(J, f"s_lshl{by}_add_u32", target, x, x)

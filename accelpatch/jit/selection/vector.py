@@ -46,23 +46,24 @@ def binary(J: Builder, node: Binary, target: Value) -> None:
 
 
 def emit(J: Builder, name: str, target: Value | str, *sources: Result, mod: str = "") -> None:
-    """An instruction of the vector unit, which reads one scalar register or literal: the others are copied."""
+    """Emit a vector ALU instruction. It can read one scalar register or literal (LLVM's constant bus limit): further
+    ones are copied to vector registers."""
     given = list(sources)
     form = table.lookup(name)[0]
-    # The short encoding, which takes a literal, puts a mask into vcc alone.
+    # Only the short (32-bit) encoding can have a literal, and it can write a lane mask only to vcc.
     short = "short" in form.flags and not any(slot.writes and slot.kinds == "s" for slot in form.operands)
-    turns = "short" in form.flags and (name in _COMMUTE or name in _REVERSED)
-    if turns and _is_vector(given[0]) and not _is_vector(given[1]):
+    swappable = "short" in form.flags and (name in _COMMUTE or name in _REVERSED)
+    if swappable and _is_vector(given[0]) and not _is_vector(given[1]):
         given, name = given[::-1], _REVERSED.get(name, name)
-    given = _within_bus(J, given, short=short)
+    given = _within_constant_bus(J, given, short=short)
     J.emit(name, target, *given, mod=mod)
 
 
-def _within_bus(J: Builder, sources: Sequence[Result], *, short: bool) -> list[Result]:
+def _within_constant_bus(J: Builder, sources: Sequence[Result], *, short: bool) -> list[Result]:
     given = list(sources)
     scalars = [one for one in given if isinstance(one, Value) and one.file == "s"]
     for at, one in enumerate(given):
-        if isinstance(one, Value) and one.file == "s" and not _same(one, scalars[0]):
+        if isinstance(one, Value) and one.file == "s" and not _same_register(one, scalars[0]):
             given[at] = register(J, one, "v")
     file = "v" if scalars else "s"
     for at, one in enumerate(given):
@@ -74,12 +75,12 @@ def _within_bus(J: Builder, sources: Sequence[Result], *, short: bool) -> list[R
     return given
 
 
-def _same(one: Value, other: Value) -> bool:
+def _same_register(one: Value, other: Value) -> bool:
     return (one.register, one.first) == (other.register, other.first)
 
 
-def beside_mask(J: Builder, source: Result) -> Result:
-    """An operand of an instruction that reads a mask too: nothing else may be scalar or a literal."""
+def vector_or_inline(J: Builder, source: Result) -> Result:
+    """A source of an instruction that also reads a lane mask, and so can read no other scalar register or literal."""
     plain = _is_vector(source) or (isinstance(source, Constant) and inline_text(source) is not None)
     return source if plain else register(J, source, "v")
 
@@ -97,7 +98,7 @@ def _plain_integer(J: Builder, node: Binary, target: Value) -> None:
 
 
 def _fused_integer(J: Builder, node: Binary, target: Value) -> bool:
-    """Emit the one instruction that does the work of several, if there is one."""
+    """Emit the single instruction that computes several operations; returns whether there is one."""
     if node.op in ("*", "<<") and _multiplied(J, node, target):
         return True
     field = patterns.bit_field(node)
@@ -105,7 +106,7 @@ def _fused_integer(J: Builder, node: Binary, target: Value) -> bool:
         offset, width = Constant(field[1], types.U32), Constant(field[2], types.U32)
         emit(J, "v_bfe_u32", target, J.operand(field[0]), offset, width)
         return True
-    for one, other in patterns.sides(node) if node.op in ("+", "|") else ():
+    for one, other in patterns.both_orders(node) if node.op in ("+", "|") else ():
         shift = patterns.shifted_left(one)
         if shift:
             name = "v_lshl_add_u32" if node.op == "+" else "v_lshl_or_b32"
@@ -120,9 +121,9 @@ def _fused_integer(J: Builder, node: Binary, target: Value) -> bool:
 
 
 def _multiplied(J: Builder, node: Binary, target: Value) -> bool:
-    """x * c by a shift, a shift and an addition, or a shift and a subtraction: a multiplication takes four times as
-    long as any of these."""
-    shift, value = patterns.shifted_left(node), patterns.number(node.right) if node.op == "*" else None
+    """x * c as a shift, a shift and an addition, or a shift and a subtraction: a multiplication takes four times as
+    long as any of these. Returns whether it has been computed."""
+    shift, value = patterns.shifted_left(node), patterns.integer(node.right) if node.op == "*" else None
     if shift:
         x, by = shift
         if patterns.is_op(x, "+") and isinstance(x, Binary) and x.file == "v":
@@ -136,7 +137,7 @@ def _multiplied(J: Builder, node: Binary, target: Value) -> bool:
         move(J, target, Constant(0, types.U32))
         return True
     value &= 0xFFFFFFFF
-    more, less = patterns.power(value - 1), patterns.power(value + 1)
+    more, less = patterns.exact_log2(value - 1), patterns.exact_log2(value + 1)
     x = J.operand(node.left)
     if less == 32:
         emit(J, "v_sub_u32", target, Constant(0, types.U32), x)
@@ -167,12 +168,12 @@ def _float(J: Builder, node: Binary, target: Value) -> None:
 
 
 def _multiply_add(J: Builder, node: Binary, target: Value) -> bool:
-    """a * b + c, rounded once."""
-    for one, other in patterns.sides(node):
+    """a * b + c as a fused multiply-add, rounded once; returns whether the sum has a product."""
+    for one, other in patterns.both_orders(node):
         if not isinstance(one, Binary) or one.op != "*" or one.count != 1:
             continue
         a, b, c = J.operand(one.left), J.operand(one.right), J.operand(other)
-        same = isinstance(c, Value) and _same(c, target)
+        same = isinstance(c, Value) and _same_register(c, target)
         if same and str(node.type) == "f32" and (_is_vector(a) or _is_vector(b)):
             first, second = (a, b) if _is_vector(b) else (b, a)
             emit(J, "v_fmac_f32", target, first, second)
@@ -183,17 +184,20 @@ def _multiply_add(J: Builder, node: Binary, target: Value) -> bool:
 
 
 def pair(J: Builder, node: Node, target: Value, at: int) -> bool:
-    """Two elements of an array of f32 by one instruction, if there is one for the expression and they lie in pairs."""
+    """Compute two elements of an f32 array by one packed instruction; returns whether there is one for the expression,
+    and all arrays have these elements in aligned pairs of registers."""
     if not isinstance(node, Binary) or str(node.type) != "f32" or node.op not in ("+", "*"):
         return False
     product = node.left if patterns.is_op(node.left, "*") else node.right if patterns.is_op(node.right, "*") else None
-    of: tuple[Node, ...]
+    operands: tuple[Node, ...]
     if node.op == "+" and isinstance(product, Binary):
-        name, of = "v_pk_fma_f32", (product.left, product.right, node.left if product is node.right else node.right)
+        addend = node.left if product is node.right else node.right
+        name, operands = "v_pk_fma_f32", (product.left, product.right, addend)
     else:
-        name, of = ("v_pk_add_f32" if node.op == "+" else "v_pk_mul_f32"), (node.left, node.right)
-    values = [one for one in (target, *of) if isinstance(one, Value) and one.file == "v" and one.count == target.count]
-    if at + 1 >= target.count or len(values) != len(of) + 1 or any((one.first + at) % 2 for one in values):
+        name, operands = ("v_pk_add_f32" if node.op == "+" else "v_pk_mul_f32"), (node.left, node.right)
+    values = [one for one in (target, *operands)
+              if isinstance(one, Value) and one.file == "v" and one.count == target.count]  # fmt: skip
+    if at + 1 >= target.count or len(values) != len(operands) + 1 or any((one.first + at) % 2 for one in values):
         return False
     parts = (Part(one.register, one.first + at, 2) for one in values)
     J.emit(name, *parts)
@@ -201,34 +205,34 @@ def pair(J: Builder, node: Node, target: Value, at: int) -> bool:
 
 
 def _divide(J: Builder, node: Binary, target: Value) -> None:
-    """x / y as x times the reciprocal of y, which is off by one unit in the last place."""
-    of = str(node.type)
-    if of not in ("f32", "f16"):
-        fail(f"no instruction divides {of}: convert to f32 by .to('f32')")
+    """x / y as x times v_rcp(y), which is accurate to one unit in the last place."""
+    dtype = str(node.type)
+    if dtype not in ("f32", "f16"):
+        fail(f"no instruction divides {dtype}: convert to f32 by .to('f32')")
     divisor = node.right
     if isinstance(divisor, Constant):
         inverse: Result = Constant(1.0 / float(divisor.value), node.type)
     else:
         made = J.temporary("v", node.type)
-        emit(J, f"v_rcp_{of}", made, J.operand(divisor))
+        emit(J, f"v_rcp_{dtype}", made, J.operand(divisor))
         inverse = made
     one = isinstance(node.left, Constant) and node.left.value == 1.0
     if one:
         move(J, target, inverse)
     else:
-        emit(J, f"v_mul_{of}", target, J.operand(node.left), inverse)
+        emit(J, f"v_mul_{dtype}", target, J.operand(node.left), inverse)
 
 
 def sign(J: Builder, node: Unary, target: Value) -> None:
     """-x and abs(x) of floats."""
     if node.type.kind == "f" and node.type.bits == 64:
-        x = J.operand(node.of)
+        x = J.operand(node.operand)
         assert isinstance(x, Value)
         low, high = x.dword(0), x.dword(1)
         move(J, target.dword(0), low)
         target, source, bit = target.dword(1), high, 1 << 31
     elif str(node.type) in _SIGN:
-        source, bit = J.operand(node.of), _SIGN[str(node.type)]  # type: ignore[assignment]
+        source, bit = J.operand(node.operand), _SIGN[str(node.type)]  # type: ignore[assignment]
     else:
         fail(f"no instruction computes {node.op} of {node.type}: convert to f32 by .to('f32')")
     name, mask = ("v_xor_b32", bit) if node.op == "-" else ("v_and_b32", 0xFFFFFFFF ^ bit)

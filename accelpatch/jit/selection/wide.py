@@ -1,4 +1,4 @@
-"""Integers of 64 bits, in pairs of registers; most instructions take one half at a time."""
+"""Integers of 64 bits, in pairs of registers; most operations are computed on one half at a time."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _SHIFT = {("<<", "s"): "s_lshl_b64", ("<<", "v"): "v_lshlrev_b64"}
 
 def halves(J: Builder, node: Node) -> Halves:
     """Low and high 32 bits of an expression; the high ones of a widened u32 are a constant."""
-    if isinstance(node, Convert) and node.of.type.bits == 32 and node.of.type.kind == "u":
-        return J.operand(node.of), _ZERO
+    if isinstance(node, Convert) and node.operand.type.bits == 32 and node.operand.type.kind == "u":
+        return J.operand(node.operand), _ZERO
     whole = J.operand(node)
     return half(whole, 0), half(whole, 1)
 
@@ -48,22 +48,22 @@ def _add(J: Builder, node: Binary, target: Value) -> None:
     add = node.op == "+"
     if target.file == "s":
         scalar.emit(J, "s_add_u32" if add else "s_sub_u32", target.dword(0), low, low2)
-        # A copy of a literal into a register leaves the carry as it is.
+        # emit may insert s_mov for a literal before the addc; that does not change the carry in SCC.
         scalar.emit(J, "s_addc_u32" if add else "s_subb_u32", target.dword(1), high, high2)
         return
     carry, ignored = J.temporary("s", types.U64), J.temporary("s", types.U64)
-    first = [vector.beside_mask(J, one) for one in (low, low2)]
+    first = [vector.vector_or_inline(J, one) for one in (low, low2)]
     J.emit("v_add_co_u32" if add else "v_sub_co_u32", target.dword(0), carry, *first)
-    second = [vector.beside_mask(J, one) for one in (high, high2)]
+    second = [vector.vector_or_inline(J, one) for one in (high, high2)]
     J.emit("v_addc_co_u32" if add else "v_subb_co_u32", target.dword(1), ignored, *second, carry)
 
 
 def _shift_add(J: Builder, node: Binary, target: Value) -> bool:
-    """(x << k) + y by one instruction, k up to 4; what it cannot read is put into vector registers."""
+    """(x << k) + y as one instruction, for k up to 4 (0 without a shift)."""
     x, by, y = node.left, 0, node.right
-    for one, other in patterns.sides(node):
-        value = patterns.number(one.right) if isinstance(one, Binary) and one.op in ("<<", "*") else None
-        shift = value if patterns.is_op(one, "<<") else patterns.power(value)
+    for one, other in patterns.both_orders(node):
+        value = patterns.integer(one.right) if isinstance(one, Binary) and one.op in ("<<", "*") else None
+        shift = value if patterns.is_op(one, "<<") else patterns.exact_log2(value)
         if isinstance(one, Binary) and shift is not None and shift <= 4:
             x, by, y = one.left, shift, other
             break
@@ -79,7 +79,7 @@ def _logic(J: Builder, node: Binary, target: Value) -> None:
         return
     for at in range(2):
         a, b, into = half(left, at), half(right, at), target.dword(at)
-        value = patterns.number(b)
+        value = patterns.integer(b)
         if value in (0, 0xFFFFFFFF):
             keeps = (value == 0) == (node.op != "&")
             if keeps or node.op != "^":
@@ -106,12 +106,12 @@ def _shift(J: Builder, op: str, x: Node, by: Node, target: Value) -> None:
 
 
 def _multiply(J: Builder, node: Binary, target: Value) -> None:
-    by = patterns.power(patterns.number(node.right))
+    by = patterns.exact_log2(patterns.integer(node.right))
     if by is not None:
         _shift(J, "<<", node.left, Constant(by, types.U32), target)
         return
     (low, high), (low2, high2) = halves(J, node.left), halves(J, node.right)
-    terms = [(a, b) for a, b in ((low, high2), (high, low2)) if 0 not in (patterns.number(a), patterns.number(b))]
+    terms = [(a, b) for a, b in ((low, high2), (high, low2)) if 0 not in (patterns.integer(a), patterns.integer(b))]
     if target.file == "s":
         low, low2 = register(J, low, "s"), register(J, low2, "s")
         whole = J.temporary("s", types.U64)
@@ -128,8 +128,8 @@ def _multiply(J: Builder, node: Binary, target: Value) -> None:
 
 
 def invert(J: Builder, node: Unary, target: Value) -> None:
-    """~x, of 32 bits too."""
-    x = J.operand(node.of)
+    """~x, of 32 or 64 bits."""
+    x = J.operand(node.operand)
     if target.file == "s" and target.dwords == 2:
         J.emit("s_not_b64", target, x)
         return

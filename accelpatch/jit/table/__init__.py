@@ -1,10 +1,10 @@
 """The instructions of gfx90a, gfx942 and gfx950: names, operands, sizes, archs.
 
-``instructions.txt`` holds one a line, made by scripts/jit_table.py: mnemonic, unit, archs (by the keys of ARCHS),
-flags, ``reads>writes`` (registers that it uses without naming them), then its operands in the order of assembly. An
-operand is ``USE KINDS DWORDS`` with no space between: USE ``=`` written, ``+`` read and written, nothing read; KINDS
-which of v, a and s registers, i inline constant, l literal of 32 bits, n a number or text of its own, o the word "off",
-b a label may stand there; DWORDS its size in 32-bit registers, two where either will do (``1/2``).
+``instructions.txt`` has one instruction per line, made by scripts/jit_table.py: mnemonic, execution unit, archs (by the
+keys of ARCHS), flags, ``reads>writes`` (implicit operands), then a slot for each explicit operand, in the order of
+assembly. A slot is ``USE KINDS DWORDS`` with no space between. USE: ``=`` written, ``+`` read and written, nothing:
+read. KINDS, what the slot accepts: v, a and s registers, i an inline constant, l a 32-bit literal, n another number or
+text, o the word "off", b a label. DWORDS: its size in 32-bit registers, or two sizes that it accepts (``1/2``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ ARCHS = MappingProxyType({"a": "gfx90a", "4": "gfx942", "5": "gfx950"})
 
 
 @dataclass(frozen=True)
-class Operand:
-    """What may stand at one place of an instruction."""
+class Slot:
+    """An operand slot of an instruction: what it accepts."""
 
     use: str  # "" read, "=" written, "+" both
     kinds: str
@@ -41,7 +41,9 @@ class Operand:
 
 @dataclass(frozen=True)
 class Form:
-    """An instruction's form. unit: salu, control, smem, valu, trans, matrix, ds, flat, global, scratch, buffer."""
+    """A form of an instruction: a mnemonic with its operand slots. unit: the execution unit, one of salu, control,
+    smem, valu, trans, matrix, ds, flat, global, scratch, buffer. reads, writes: implicit operands. flags: "short" if
+    there is a 32-bit encoding, "load", "store" and "lds"."""
 
     name: str
     unit: str
@@ -49,7 +51,7 @@ class Form:
     flags: tuple[str, ...]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    operands: tuple[Operand, ...]
+    operands: tuple[Slot, ...]  # a slot for each
 
     def renamed(self, name: str) -> Form:
         return replace(self, name=name)
@@ -75,15 +77,15 @@ def parse(line: str) -> Form:
 
 
 @functools.cache
-def _operand(text: str) -> Operand:
+def _operand(text: str) -> Slot:
     found = re.fullmatch(r"([=+]?)([a-z]+)([\d/]+)", text)
     assert found is not None, text
-    return Operand(found[1], found[2], tuple(map(int, found[3].split("/"))))
+    return Slot(found[1], found[2], tuple(map(int, found[3].split("/"))))
 
 
 @functools.cache
 def lines() -> Mapping[str, tuple[str, ...]]:
-    """Mnemonic -> the lines of its forms; few of them are ever parsed."""
+    """Mnemonic -> the lines of its forms, which are parsed only when they are looked up."""
     found: dict[str, tuple[str, ...]] = {}
     for line in Path(__file__).with_name("instructions.txt").read_text().splitlines():
         if not line.startswith("#"):
@@ -94,5 +96,5 @@ def lines() -> Mapping[str, tuple[str, ...]]:
 
 @functools.cache
 def lookup(name: str) -> tuple[Form, ...]:
-    """The forms of a mnemonic, of any arch; none where there is no such instruction."""
+    """The forms of a mnemonic on any arch; none where there is no such instruction."""
     return tuple(parse(line) for line in lines().get(name, ()))
