@@ -48,13 +48,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
     def of(form: str, args: tuple[Any, ...], hidden: list[Tensor] | None = None, **tuning: int) -> Tensor:
         (x, *routing), up, down, residual = args[:-12], Stack(*args[-12:-8]), Stack(*args[-8:-4]), args[-1]
-        to: launched.Routing = launched.Given(*routing) if len(routing) == 2 else launched.Chosen(*routing[3:])
+        to: launched.Routing = (
+            launched.ChosenExperts(*routing) if len(routing) == 2 else launched.RouterLogits(*routing[3:])
+        )
         norm = None if len(routing) == 2 or routing[0] is None else launched.Norm(*routing[:3])
         h, y = x.new_full((len(x), to.chosen * up.n // 2), float("nan")), torch.full_like(x, float("nan"))
         for one in launched.launches(x, to, up, down, h, y, residual, norm):
             for key, value in tuning.items():
                 setattr(one.gemv, key, value)
-            beside = ctypes.byref(one.gemv), ctypes.byref(one.experts), binding.DTYPES.index(x.dtype), one.form
+            beside = ctypes.byref(one.gemv), ctypes.byref(one.experts), binding.DTYPES.index(x.dtype), one.group_size
             status = launched.declared(library(form), one.function)(*beside, None)
             binding.check(status, one.function)
         if hidden is not None:

@@ -20,8 +20,8 @@ from accelpatch.kernels.layouts.int4_tiles import ONE_GROUP, places
 from accelpatch.kernels.triton.launch import on_device
 
 MOST_CHOSEN = 64  # experts of a token
-MOST_SCORES = 1024  # experts that a kernel chooses from
-MOST_NORMED = 16384  # values of x under a norm, all of which a block stages at once
+MOST_SCORES = 1024  # experts that a kernel can choose from
+MOST_NORMED = 16384  # H where there is a norm, for which a block stages the whole of x at once
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights and logits, numbered as in the C interface
 
 
@@ -36,21 +36,21 @@ class ExpertArgs(ctypes.Structure):
 
 
 class Routing(Protocol):
-    """Which experts the tokens go to."""
+    """The experts of each token, or what the kernels choose them from."""
 
     @property
     def chosen(self) -> int:
         """Experts of a token."""
 
-    def ready(self) -> Routing:
-        """The same in what the kernels read."""
+    def prepared(self) -> Routing:
+        """The same with contiguous tensors, of dtypes that the kernels read."""
 
     def arguments(self) -> dict[str, int]:
-        """Fields of ExpertArgs. All tensors contiguous."""
+        """The fields of ExpertArgs that describe it. Precondition: it is `prepared`."""
 
 
-class Given(NamedTuple):
-    """ids[T, k] int64 or int32, and weights[T, k] of WEIGHTS."""
+class ChosenExperts(NamedTuple):
+    """The experts of each token, already chosen: ids[T, k] int64 or int32, and weights[T, k]."""
 
     ids: Tensor
     weights: Tensor
@@ -59,9 +59,9 @@ class Given(NamedTuple):
     def chosen(self) -> int:
         return self.ids.shape[1]
 
-    def ready(self) -> Given:
+    def prepared(self) -> ChosenExperts:
         weights = self.weights if self.weights.dtype in WEIGHTS else self.weights.float()
-        return Given(self.ids.contiguous(), weights.contiguous())
+        return ChosenExperts(self.ids.contiguous(), weights.contiguous())
 
     def arguments(self) -> dict[str, int]:
         return {
@@ -70,15 +70,18 @@ class Given(NamedTuple):
         }  # fmt: skip
 
 
-class Chosen(NamedTuple):
-    """logits[T, E] of WEIGHTS, from which the kernels choose; see ops/experts/choose_experts.py."""
+class RouterLogits(NamedTuple):
+    """logits[T, E] of a dtype in WEIGHTS, from which the kernels choose `chosen` experts a token.
+
+    normalise, narrow: as in ops/experts/choose_experts.py.
+    """
 
     logits: Tensor
     chosen: int
     normalise: bool
     narrow: bool
 
-    def ready(self) -> Chosen:
+    def prepared(self) -> RouterLogits:
         return self._replace(logits=self.logits.contiguous())
 
     def arguments(self) -> dict[str, int]:
@@ -97,42 +100,44 @@ class Norm(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch: the function and variant of its library, its arguments, and its format argument, a group size."""
+    """One launch: the function and variant of its library, and its arguments. group_size: ONE_GROUP for one a row."""
 
     function: str
     variant: str
     gemv: GemvArgs
     experts: ExpertArgs
-    form: int
+    group_size: int
 
 
-def function_of(group: int) -> str:
-    """The function of the device library for groups of a size."""
-    return {32: "experts_int4_32", 64: "experts_int4_64"}.get(group, "experts_int4")
+def function_of(group_size: int) -> str:
+    """The function of the device library for a group size."""
+    return {32: "experts_int4_32", 64: "experts_int4_64"}.get(group_size, "experts_int4")
 
 
 def experts(
     x: Tensor, routing: Routing, up: Stack, down: Stack, residual: Tensor | None, norm: Norm | None = None
 ) -> Tensor:
-    """y[T, H] of x[T, H] by Stacks in tiles, with silu; as the operation, of norm(x) where there is a norm.
+    """y[T, H] of x[T, H], as the operation `experts` (ops/experts) with silu; of norm(x) where there is a norm.
 
-    Raises KernelError for a refused launch.
+    up: gate and up, whose rows are interleaved. Both stacks have 4-bit codes in tiles (layouts/expert_tiles.py). Raises
+    KernelError for a refused launch.
     """
     y, h = x.new_empty(x.shape), x.new_empty((len(x), routing.chosen * up.n // 2))
     if not len(x) or not routing.chosen:
         return y.zero_() if residual is None else y.copy_(residual)
-    x, routing = x.contiguous(), routing.ready()
+    x, routing = x.contiguous(), routing.prepared()
     up, down = (
         Stack(*(None if part is None else part.contiguous() for part in one))  # type: ignore[arg-type]
         for one in (up, down)
     )
-    residual_or_none = None if residual is None else residual.contiguous()
-    normed = None if norm is None else norm._replace(weight=norm.weight.contiguous())
+    residual = None if residual is None else residual.contiguous()
+    norm = None if norm is None else norm._replace(weight=norm.weight.contiguous())
     with on_device(x):
-        for one in launches(x, routing, up, down, h, y, residual_or_none, normed):
-            entry = _entry(one.function, x.dtype, one.variant, probe(x.device))
-            args = (ctypes.byref(one.gemv), ctypes.byref(one.experts), binding.DTYPES.index(x.dtype), one.form)
-            binding.check(entry(*args, binding.stream_of(x)), f"accelpatch_{one.function}")
+        for launch in launches(x, routing, up, down, h, y, residual, norm):
+            entry = _entry(launch.function, x.dtype, launch.variant, probe(x.device))
+            dtype, stream = binding.DTYPES.index(x.dtype), binding.stream_of(x)
+            status = entry(ctypes.byref(launch.gemv), ctypes.byref(launch.experts), dtype, launch.group_size, stream)
+            binding.check(status, f"accelpatch_{launch.function}")
     return y
 
 
@@ -140,32 +145,34 @@ def launches(
     x: Tensor, routing: Routing, up: Stack, down: Stack, h: Tensor, y: Tensor, residual: Tensor | None,
     norm: Norm | None = None,
 ) -> Iterator[Launch]:  # fmt: skip
-    """Gate and up into h[T, k I], and down into y; all tensors contiguous.
+    """The launch of gate and up, from x[T, H] into h[T, k I], and that of down, from h into y[T, H].
 
-    Both may begin before the kernel before them has ended: the first waits for it before all else.
+    All tensors are contiguous, and routing is `prepared`. Both use programmatic dependent launch: each may start before
+    the kernel before it has ended, and gate and up wait for that end before they read the routing.
     """
     (tokens, width), chosen = x.shape, routing.chosen
     routing_arguments: dict[str, Any] = routing.arguments() | {"tokens": tokens, "chosen": chosen, "experts": len(up.w)}
     for stack, source, into, n, k in (
         (up, x, h, chosen * up.n, width), (down, h, y, width, h.shape[1])
     ):  # fmt: skip
-        last = stack is down
-        own = k // chosen if last else k
-        group, offset = own // stack.groups, stack.codes or ("none" if stack.offset is None else "minimum")
+        is_down = stack is down
+        expert_k = k // chosen if is_down else k
+        group_size = expert_k // stack.groups
+        kind = stack.codes or ("none" if stack.offset is None else "minimum")
         assert stack.scale is not None
-        rest = residual if last else None
+        added = residual if is_down else None
         gemv = GemvArgs(
             w=stack.w.data_ptr(), scale=stack.scale.data_ptr(), x=source.data_ptr(), y=into.data_ptr(),
             offset=None if stack.offset is None else stack.offset.data_ptr(),
-            residual=None if rest is None else rest.data_ptr(),
+            residual=None if added is None else added.data_ptr(),
             m=1, n=n, k=k, x_stride=source.shape[1], y_stride=into.shape[1], residual_stride=width,
-            activation=ACTIVATION["none" if last else "silu_gate"], offset_kind=CODES[offset],
+            activation=ACTIVATION["none" if is_down else "silu_gate"], offset_kind=CODES[kind],
             scale_is_bf16=int(stack.scale.dtype in (torch.bfloat16, torch.int16)),
-            group_shift=places(own, group)["group_shift"],
-            **({} if last or norm is None else _of_norm(norm)),
+            group_shift=places(expert_k, group_size)["group_shift"],
+            **({} if is_down or norm is None else _of_norm(norm)),
         )  # fmt: skip
-        form = ONE_GROUP if group == own else group
-        yield Launch(function_of(form), offset, gemv, ExpertArgs(**routing_arguments, down=int(last)), form)
+        size = ONE_GROUP if group_size == expert_k else group_size
+        yield Launch(function_of(size), kind, gemv, ExpertArgs(**routing_arguments, down=int(is_down)), size)
 
 
 def _of_norm(norm: Norm) -> dict[str, Any]:

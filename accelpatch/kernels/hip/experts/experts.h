@@ -1,41 +1,46 @@
-// One of the two products of a layer's experts for few tokens, over stacks of 4-bit tiles:
+// One of the two linear layers of a layer's experts for few tokens, over stacks of 4-bit tiles:
 //
-//     gate and up   h[T, k][I] = silu(gate) * up, of x[T, H] with the tiles of each of a token's experts
+//     gate and up   h[T, k][I] = silu(gate) * up, of x[T, H] and the weights of each of a token's k experts
 //     down          y[T, H] = sum over j of weights[T, j] * h[T, j] . down[ids[T, j]]^T (+ residual)
 //
-// As GemvArgs of one token: of gate and up n is 2 k I and k is H, of down n is H and k is k I; strides go from token to
-// token. Gate and up may take a norm of x into themselves. Blocks take a token each. Ids are read on the device, or
-// chosen by each block for itself of its token's logits, which the kernel before has written: of gate and up behind
-// the wait for that kernel, and only then may the next begin, so that down reads the same, and weights, while gate and
-// up still run. An id outside of 0 .. E - 1 adds nothing: its row of h is never read.
+// A launch has the GemvArgs of one token: for gate and up N is 2 k I and K is H, for down N is H and K is k I. Strides
+// are from one token to the next. Gate and up may apply an RMSNorm to x. Each block computes for one token.
+//
+// The ids and routing weights are in device memory. Or each block chooses its token's experts itself, from the logits
+// of the router. The kernel before may have written any of these. Gate and up therefore wait for its end before they
+// read them, and let the next launch start after that wait only: down then reads them while gate and up still run. An
+// id outside of 0 .. E - 1 adds nothing: down does not read its row of h.
 #pragma once
 #include "instances.h"
 #include "routing.h"
 
 // Pointers and sizes only, in addition to GemvArgs.
 struct ExpertArgs {
-    const void* ids;      // int32 or int64 [tokens][chosen], or null
-    const void* weights;  // of routing, [tokens][chosen], or null
-    const void* logits;   // of a router, [tokens][experts], in place of both, or null
-    int64_t tokens, chosen, experts;
-    int32_t ids_are_64, weight_type;  // weight_type: of weights or logits: 0 float, 1 bf16, 2 fp16
-    int32_t down;
-    int32_t normalise, narrow;  // weights of logits: they add up to one; they are rounded to the logits' dtype
+    const void* ids;                  // int32 or int64 [tokens][chosen], or null
+    const void* weights;              // of the router, [tokens][chosen], or null
+    const void* logits;               // of the router, [tokens][experts], in place of ids and weights, or null
+    int64_t tokens, chosen, experts;  // chosen: experts a token (top-k); experts: in the stack
+    int32_t ids_are_64, weight_type;  // weight_type: the dtype of weights or logits: 0 float, 1 bf16, 2 fp16
+    int32_t down;                     // 1: the down projection; 0: gate and up
+    // Of the weights that are computed from logits. normalise: the weights of a token's experts add up to one. narrow:
+    // they are rounded to the logits' dtype.
+    int32_t normalise, narrow;
 };
 
+// The template parameters are those of gemv_kernel.
 template <class F, class T, bool NARROW, int DEPTH>
 __global__ void __launch_bounds__(THREADS, BLOCKS_RESIDENT) experts_kernel(const GemvArgs a, const GemvPlan plan) {
     extern __shared__ __align__(128) char shared[];
     if (!plan.experts.down) grid_wait();
     grid_release();
-    read_routing(plan);
+    stage_routing(plan);
     multiply_block<F, T, NARROW, DEPTH>(a, plan, shared);
 }
 
 inline int check_experts(const GemvArgs& a, const ExpertArgs& e) {
-    const int64_t part = e.down ? a.k : a.n, each = e.chosen > 0 ? part / e.chosen : 0;
+    const int64_t all = e.down ? a.k : a.n, each = e.chosen > 0 ? all / e.chosen : 0;  // of all experts; of one
     if (a.m != 1 || e.tokens < 1 || e.chosen < 1 || e.chosen > MOST_CHOSEN || e.experts < 1) return STATUS_SIZE;
-    if (e.tokens >= LARGEST / MOST_CHOSEN || e.experts >= LARGEST || part % e.chosen || a.k % 128) return STATUS_SIZE;
+    if (e.tokens >= LARGEST / MOST_CHOSEN || e.experts >= LARGEST || all % e.chosen || a.k % 128) return STATUS_SIZE;
     if (each % (e.down ? 128 : 16) || a.n % 16) return STATUS_SIZE;
     if (e.logits && (e.experts > MOST_SCORES || e.chosen > e.experts || e.tokens * e.experts >= LARGEST))
         return STATUS_SIZE;
@@ -48,19 +53,22 @@ inline int check_experts(const GemvArgs& a, const ExpertArgs& e) {
     return check(a);
 }
 
+// What quotient() takes for a division by n.
 inline uint32_t inverse_of(int64_t n) { return n == 1 ? 0u : uint32_t((int64_t(1) << 32) / n + 1); }
 
-// Where experts lie; before the rest of the plan. Whether its quotients are exact.
+// Fills in the plan's part for experts. Precondition: it comes before make_plan, whose layout depends on this part.
+// blocks: of a token. Returns whether quotient() is exact for all tiles and steps.
 template <class F> bool plan_experts(ExpertPlan& p, const GemvArgs& a, const ExpertArgs& e, int blocks) {
-    const int64_t of = e.chosen, tiles = a.n / 16 / (e.down ? 1 : of), steps = a.k / F::KSTEP / (e.down ? of : 1);
+    const int64_t chosen = e.chosen, tiles = a.n / 16 / (e.down ? 1 : chosen),
+                  steps = a.k / F::KSTEP / (e.down ? chosen : 1);
     p.logits = e.logits, p.normalise = e.normalise, p.narrow = e.narrow;
     while (p.lanes_shift < 5 && e.experts << (p.lanes_shift + 1) <= THREADS && 4 << p.lanes_shift < e.experts)
         ++p.lanes_shift;
     p.ids = e.ids, p.weights = e.weights, p.ids_are_64 = e.ids_are_64, p.weight_type = e.weight_type, p.down = e.down;
-    p.chosen = int32_t(of), p.experts = int32_t(e.experts), p.blocks = blocks;
+    p.chosen = int32_t(chosen), p.experts = int32_t(e.experts), p.blocks = blocks;
     p.tiles = int32_t(tiles), p.steps = int32_t(steps), p.sets = int32_t(((steps - 1) >> a.group_shift) + 1);
     p.tile_inverse = inverse_of(tiles), p.step_inverse = inverse_of(steps);
-    return tiles * tiles * of < int64_t(1) << 32 && steps * steps * of < int64_t(1) << 32;
+    return tiles * tiles * chosen < int64_t(1) << 32 && steps * steps * chosen < int64_t(1) << 32;
 }
 
 template <class F, class T> int launch_experts(const GemvArgs& a, const ExpertArgs& e, GpuStream stream) {
@@ -68,8 +76,8 @@ template <class F, class T> int launch_experts(const GemvArgs& a, const ExpertAr
     const DeviceLimits limits = device_limits();
     constexpr bool NARROW = NARROW_TOKENS > 0;
     static_assert(!SHARED_STAGES || SHALLOW * PAIR<F> * SLOT_BYTES<F> * WARPS >= sizeof(Scores));
-    const int64_t all = a.blocks > 0 ? a.blocks : int64_t(limits.sms) * BLOCKS_LAUNCHED,
-                  each = all > e.tokens ? all / e.tokens : 1;
+    const int64_t blocks = a.blocks > 0 ? a.blocks : int64_t(limits.sms) * BLOCKS_LAUNCHED,
+                  each = blocks > e.tokens ? blocks / e.tokens : 1;  // of a token
     GemvPlan plan = {};
     if (!plan_experts<F>(plan.experts, a, e, int(each))) return STATUS_SIZE;
     const int depth = make_plan<F, T>(plan, a, limits, int(each), NARROW ? Form::NARROW : Form::WIDE);
@@ -80,7 +88,7 @@ template <class F, class T> int launch_experts(const GemvArgs& a, const ExpertAr
     return error ? STATUS_DEVICE + error : STATUS_OK;
 }
 
-// GROUPS: as in gemv_int4.h. dtype: 0 bf16, 1 fp16 activations.
+// GROUPS: scales of a step, as in gemv_int4.h. dtype: of activations, 0 bf16, 1 fp16.
 template <int GROUPS> int int4_experts(const GemvArgs& a, const ExpertArgs& e, int dtype, void* stream) {
     const auto s = static_cast<GpuStream>(stream);
     return by_dtype(dtype, [&](auto t) {

@@ -1,25 +1,28 @@
-// Weights of a layer's experts: one expert's tiles after the other's, and which of them a token needs is read on the
-// device. To its block a token's experts are one weight: of gate and up their tiles follow each other, of down their
-// steps of K. Only the addresses of a stage differ from those of a weight by itself.
+// Weights of a layer's experts: the tiles of all experts, one expert after another. Which of them a token needs is read
+// on the device. To a block the experts of its token are a single weight: for gate and up their tiles follow each
+// other, for down their steps along K. Only the addresses of a stage differ from those of a weight that is not in a
+// stack.
 #pragma once
 #include "gemv/formats.h"
 
+// Format F, in a stack of experts.
 template <class F> struct Stacked : F {};
 template <class F> constexpr bool STACKED = false;
 template <class F> constexpr bool STACKED<Stacked<F>> = true;
 
-constexpr int MOST_CHOSEN = 64;
-// A token's experts, in shared memory: their numbers, -1 for one that is not there, and weights; behind them one that
-// is not there, for steps past the last.
+constexpr int MOST_CHOSEN = 64;  // experts of a token
+// A token's experts, in shared memory: their numbers in the stack, -1 where an id is out of range, and their routing
+// weights. After the last one there is an entry of expert -1 and weight 0, for steps past the end of K.
 struct Routing {
-    int number[MOST_CHOSEN + 1];
+    int expert[MOST_CHOSEN + 1];
     float weight[MOST_CHOSEN + 1];
 };
-// What a choice takes of shared memory, where the multi-stage buffer lies later: the logits of those that are chosen,
-// parts of a sum, all logits of a token.
-constexpr int MOST_SCORES = 1024;  // experts that are chosen from
+constexpr int MOST_SCORES = 1024;  // experts that a block can choose from
+// Shared memory of the choice from a router's logits: the logits of the chosen experts, partial sums of the softmax,
+// and all logits of the token. With SHARED_STAGES it is at the start of the multi-stage buffers: the choice ends with a
+// barrier, and after that the first stages are prefetched.
 struct Scores {
-    float best[MOST_CHOSEN], parts[THREADS / 32];
+    float best[MOST_CHOSEN], partial_sums[THREADS / 32];
     alignas(16) float all[MOST_SCORES];
 };
 DEVICE Routing& routing_of(const GemvPlan& plan) {
@@ -31,29 +34,31 @@ DEVICE Scores& scores_of(const GemvPlan& plan) {
     return *reinterpret_cast<Scores*>(shared + plan.experts.scores_at);
 }
 
-// The token that a block takes: to it the only one, number 0.
-DEVICE int own_token(const GemvPlan& plan) { return int(blockIdx.x) / plan.experts.blocks; }
+// The token that this block computes. GemvArgs have one token, so that the kernel's own index of it is 0.
+DEVICE int token_of_block(const GemvPlan& plan) { return int(blockIdx.x) / plan.experts.blocks; }
+// The row of x, y and the residual, for the kernel's index of a token.
 template <class F> DEVICE int row_of_token(const GemvPlan& plan, int token) {
-    return STACKED<F> ? own_token(plan) : token;
+    return STACKED<F> ? token_of_block(plan) : token;
 }
 
-// v / n for an `inverse` of n, 2^32 / n + 1 rounded down, or 0 of n = 1: exact while v * n is below 2^32.
+// v / n, where `inverse` is 2^32 / n + 1 rounded down, or 0 for n = 1. Exact while v * n is below 2^32.
 DEVICE int quotient(int v, uint32_t inverse) { return inverse ? int(uint64_t(uint32_t(v)) * inverse >> 32) : v; }
 
-// Where a tile's step lies among the steps of all the stack, and its scales among the sets of all.
+// A step of a tile, as an index into the steps of the whole stack, and its set of scales among those of the stack.
 struct StackPlace {
     int64_t step, set;
 };
 DEVICE StackPlace place_in_stack(const GemvArgs& a, const GemvPlan& plan, int tile, int step) {
     const ExpertPlan& e = plan.experts;
     const int by_tile = quotient(tile, e.tile_inverse), by_step = quotient(step, e.step_inverse),
-              expert = max(routing_of(plan).number[by_tile + by_step], 0), own = step - by_step * e.steps;
-    const int64_t of = int64_t(expert) * e.tiles + (tile - by_tile * e.tiles);
-    return {of * e.steps + own, of * e.sets + (own >> a.group_shift)};
+              expert = max(routing_of(plan).expert[by_tile + by_step], 0), own_step = step - by_step * e.steps;
+    const int64_t stack_tile = int64_t(expert) * e.tiles + (tile - by_tile * e.tiles);
+    return {stack_tile * e.steps + own_step, stack_tile * e.sets + (own_step >> a.group_shift)};
 }
-// Whether a step of K is an expert's that is there, and what its sums are multiplied by. Gate and up have neither.
-DEVICE bool step_there(const GemvPlan& plan, int step) {
-    return !plan.experts.down || routing_of(plan).number[quotient(step, plan.experts.step_inverse)] >= 0;
+// For down, whether the expert of a step of K is in the stack, and the routing weight that its products are multiplied
+// by. For gate and up true and 1: the expert does not depend on the step, and the weight is applied in down.
+DEVICE bool has_expert(const GemvPlan& plan, int step) {
+    return !plan.experts.down || routing_of(plan).expert[quotient(step, plan.experts.step_inverse)] >= 0;
 }
 DEVICE float step_weight(const GemvPlan& plan, int step) {
     return plan.experts.down ? routing_of(plan).weight[quotient(step, plan.experts.step_inverse)] : 1.f;

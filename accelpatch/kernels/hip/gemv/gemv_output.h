@@ -80,7 +80,7 @@ DEVICE float stacked_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& n
 #pragma unroll 1
     for (int begin = 0; begin < plan.steps; begin += each) {
         float sum = 0.f;
-        if (!step_there(plan, begin)) continue;
+        if (!has_expert(plan, begin)) continue;
 #pragma unroll 1
         for (int k = begin * F::KSTEP; k < (begin + each) * F::KSTEP; ++k) {
             const StackPlace place = place_in_stack(a, plan, tile, k / F::KSTEP);
@@ -91,7 +91,7 @@ DEVICE float stacked_sum(const GemvArgs& a, const GemvPlan& plan, const NORMS& n
             };
             const float value =
                 F::value(row, k % F::KSTEP, number(a.scale), F::OFFSET == OFFSET_NONE ? 0.f : number(a.offset));
-            sum = fmaf(value, norms.value(own_token(plan), k, 0.f, factor), sum);
+            sum = fmaf(value, norms.value(token_of_block(plan), k, 0.f, factor), sum);
         }
         total = fmaf(sum, step_weight(plan, begin), total);
     }

@@ -47,7 +47,7 @@ protected:
     // In a stack of experts: whether the step's expert exists; and a number of the block that begins with this slot,
     // times the expert's routing weight.
     DEVICE bool step_known(int step) const {
-        if constexpr (STACKED<F>) return step_there(plan, step);
+        if constexpr (STACKED<F>) return has_expert(plan, step);
         return true;
     }
     DEVICE float weighted(float value, int slot) const {

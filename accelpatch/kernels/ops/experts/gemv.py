@@ -84,4 +84,4 @@ def _unfit(spec: Spec) -> str | None:
 
 def by_hip(x: Tensor, ids: Tensor, weights: Tensor, *given: Any) -> Tensor:
     """The implementation `hip`."""
-    return launched.experts(x, launched.Given(ids, weights), Stack(*given[:4]), Stack(*given[4:8]), given[11])
+    return launched.experts(x, launched.ChosenExperts(ids, weights), Stack(*given[:4]), Stack(*given[4:8]), given[11])

@@ -99,7 +99,7 @@ def by_hip(
     *given: Any,
 ) -> Tensor:  # fmt: skip
     """The implementation `hip`: two launches."""
-    routing, norm = launched.Chosen(logits, top_k, normalise, narrow), launched.Norm(weight, eps, plus_one)
+    routing, norm = launched.RouterLogits(logits, top_k, normalise, narrow), launched.Norm(weight, eps, plus_one)
     return launched.experts(x, routing, Stack(*given[:4]), Stack(*given[4:8]), given[11], norm)
 
 
