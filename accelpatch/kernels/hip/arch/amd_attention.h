@@ -1,24 +1,25 @@
-// Attention: as in nvidia_attention.h; on gfx90a subnormals of fp16 keys, values and weights count as zero. Part of
-// amd.h.
+// Attention, as in nvidia_attention.h. On gfx90a subnormals of fp16 keys, values and softmax weights count as zero.
+// Part of amd.h.
 #pragma once
 
-constexpr int ATTENTION_WIDEST = 128;  // more would spill
+constexpr int ATTENTION_WIDEST = 128;  // columns of a head; more would spill registers
 constexpr int ATTENTION_DEEP = 0, ATTENTION_SHALLOW = 0;
-constexpr bool FIRST_KNOWN = false;  // copies look for the first segment once more: registers would spill
+constexpr bool FIRST_KNOWN = false;  // true would spill registers
+// A lane has the scores of one query with four slots of a tile. Values are loaded by lane: one chunk of four slots.
 template <class T> struct AttentionTile {
     static constexpr int CHUNKS = 16, PARTS = 8, QUERIES_PER_LANE = 1;
     MatrixMma<T> mma;
     static DEVICE int key_query() { return lane_id() & 15; }
-    static DEVICE constexpr int which(int) { return 0; }
+    static DEVICE constexpr int query_index(int) { return 0; }
     static DEVICE int query(int) { return lane_id() & 15; }
     static DEVICE int slot(int i) { return 4 * (lane_id() >> 4) + i; }
     static DEVICE constexpr int first_of_slot(int i) { return i; }
     static DEVICE int value_slot_after(int i) { return i; }
     static DEVICE int value_slot() { return 4 * (lane_id() >> 4); }
     static DEVICE int value_chunk() { return lane_id() & 15; }
-    template <class F> static DEVICE float over_lanes(float v, const F& both) {
-        v = both(v, lane_xor(v, 16));
-        return both(v, lane_xor(v, 32));
+    template <class F> static DEVICE float reduce_lanes(float v, const F& op) {
+        v = op(v, lane_xor(v, 16));
+        return op(v, lane_xor(v, 32));
     }
     DEVICE void zero() { mma.zero(); }
     DEVICE void add_keys(const Words4& q, const Words4* k) {

@@ -1,13 +1,13 @@
-// Matrix products, as in nvidia_mma.h. Part of amd.h.
+// Matrix products, as in nvidia_mma.h, which says what the names are. Part of amd.h.
 #pragma once
 
 constexpr int BLOCKS_LAUNCHED = 1;
-constexpr int K_TILE_VALUES = 2048;  // of K staged at once where not all fits
+constexpr int K_TILE_VALUES = 2048;  // of K, staged at once where not all fits
 constexpr int DEEP = 1, SHALLOW = 1, DEEP_FLOATS = 1, DEEP_COMPACT = 1;
 constexpr int NARROW_TOKENS = 0;
 constexpr int WIDE_TOKENS = 8;
 #if defined(__gfx90a__)
-constexpr bool FLUSHING_HALF = true;  // fp16 matrix products lose subnormals
+constexpr bool FLUSHING_HALF = true;  // fp16 matrix instructions flush subnormals to zero
 #else
 constexpr bool FLUSHING_HALF = false;
 #endif
@@ -42,8 +42,8 @@ template <class T> struct MatrixMma : Cells<false> {
     }
 };
 
-// Mixed multiply-add instead of the matrix unit, which flushes subnormals of fp16 on gfx90a. A lane holds a quarter of
-// a row's products with each token; finish() adds the quarters.
+// fp16 by multiply-add of mixed precision, for gfx90a, whose matrix unit flushes fp16 subnormals to zero. A lane sums a
+// quarter of a row's products with each token; finish() adds the quarters.
 struct MixedMma {
     static constexpr int COUNT = 8, TOKENS = 8;
     float sum[8];
@@ -91,7 +91,7 @@ template <bool> struct IntegerMma : Cells<false> {
     DEVICE void plus(const IntegerMma& other) {
         for (int i = 0; i < 4; ++i) high[i] += other.high[i], low[i] += other.low[i];
     }
-    static DEVICE int place(int tokens, int token_stride) {
+    static DEVICE int activations_at(int tokens, int token_stride) {
         return min(lane_id() & 7, tokens - 1) * token_stride + fragment_quarter() * 32;
     }
     static DEVICE Activations load(const char* x) {
@@ -103,14 +103,15 @@ template <bool> struct IntegerMma : Cells<false> {
         multiply_bytes(low, a0, a1, part ? x.low.z : x.low.x, part ? x.low.w : x.low.y);
     }
     DEVICE float value(int i) const { return float(high[i] * 256 + low[i]); }
-    // Of a codebook (codebook.h): of one limb, or a 256th of two.
+    // The value of a codebook's products p (codebook.h): of one limb, or of two limbs, divided by 256.
     static DEVICE float value_of_book(const IntegerMma (&p)[1], int i) { return p[0].value(i); }
     static DEVICE float value_of_book(const IntegerMma (&p)[2], int i) {
         return float(p[0].high[i] * 256 + p[0].low[i] + p[1].high[i] + (p[1].low[i] >> 8));
     }
 };
 
-// 8-bit floats E, where the matrix unit has none of their form: none of them is a subnormal of fp16.
+// 8-bit floats E converted to fp16, where the matrix unit does not have their form. None of them is a subnormal of
+// fp16.
 template <class E> DEVICE void multiply_as_halves(float* sum, uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
     const uint32_t a[2] = {a0, a1}, b[2] = {b0, b1};
 #pragma unroll
@@ -128,7 +129,7 @@ template <class F> struct ByteMma : Cells<false> {
     DEVICE void finish() {
         for (int i = 0; i < 4; ++i) sum[i] += other[i];
     }
-    static DEVICE int place(int tokens, int token_stride) {
+    static DEVICE int activations_at(int tokens, int token_stride) {
         return min(lane_id() & 7, tokens - 1) * token_stride + fragment_quarter() * 16;
     }
     static DEVICE void multiply(typename F::Sum* sums, uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
@@ -145,8 +146,8 @@ template <class F> struct ByteMma : Cells<false> {
 constexpr int MATRIX_TOKENS = 16, MOST_TOKENS = 16;
 DEVICE int matrix_column() { return lane_id() & 15; }
 constexpr int MATRIX_ROWS = 4;
-constexpr DEVICE int matrix_which(int i) { return i; }
-DEVICE int matrix_row(int which) { return 4 * (lane_id() >> 4) + which; }
+constexpr DEVICE int matrix_row_index(int i) { return i; }
+DEVICE int matrix_row(int index) { return 4 * (lane_id() >> 4) + index; }
 DEVICE int matrix_token(int) { return lane_id() & 15; }
 DEVICE float matrix_below(const float* sums, int i) { return lane_xor(sums[i], 32); }
 template <class T> DEVICE void multiply_eight(float* c, const uint32_t (&w)[ROWS_PER_LANE][4], const Words4& x) {

@@ -1,4 +1,4 @@
-// What the launches have in common on the host: status codes, limits, roundings.
+// Host code that all launches share: status codes, alignment checks, the layout of shared memory.
 #pragma once
 #include "portability.h"
 
@@ -11,20 +11,20 @@ enum Status : int {
     STATUS_DEVICE = 1000
 };
 
-constexpr int64_t LARGEST = int64_t(1) << 31;
+constexpr int64_t LARGEST = int64_t(1) << 31;  // sizes must be below it
 
 inline bool multiple_of_16(const void* pointer, int64_t stride_bytes = 0) {
     return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride_bytes % 16 == 0;
 }
 
-// Whether 16-bit values come in aligned pairs.
+// Whether each row of 16-bit values can be accessed in aligned pairs. stride: in values.
 inline bool pairs(const void* pointer, int64_t stride) {
     return reinterpret_cast<uintptr_t>(pointer) % 4 == 0 && stride % 2 == 0;
 }
 
 inline int64_t round_up(int64_t v, int64_t to) { return (v + to - 1) / to * to; }
 
-// Parts of a block's shared memory one after the other, each on a boundary of 128 bytes.
+// Lays out parts of a block's shared memory one after another, each at a multiple of 128 bytes.
 struct SharedLayout {
     int64_t bytes = 0;
     int32_t reserve(int64_t more) {
@@ -34,5 +34,6 @@ struct SharedLayout {
     }
 };
 
-// A kernel takes at most half an SM, so that its successor finds room; more where it cannot do with less.
-inline int64_t half_of(const DeviceLimits& limits) { return limits.shared_sm / 2 - RESERVED_SHARED; }
+// Half of an SM's shared memory, less what the driver reserves. A kernel uses no more where it can, so that a block of
+// the next kernel has room on the SM too.
+inline int64_t half_sm_bytes(const DeviceLimits& limits) { return limits.shared_sm / 2 - RESERVED_SHARED; }

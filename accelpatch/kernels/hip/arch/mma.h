@@ -1,14 +1,16 @@
-// A warp's sums of one tile: 16 rows by 8 tokens (or 4), step after step of K.
+// A warp's sums of one tile, 16 rows by up to 8 tokens (or 4), to which it adds stage after stage of K. There is a
+// class for each kind of format; SumsFor chooses among them.
 #pragma once
 #include "gemv/halves.h"
 #include "gemv/limb_stage.h"
 #include "gemv/quantized_stage.h"
 
+// A 16-bit scale or offset from a table. half: 0 for row r < 8 of a pair of rows, 1 for row r + 8.
 DEVICE float table_value(uint32_t pair, int half, bool bf16) {
     const uint32_t bits = half ? pair >> 16 : pair & 0xffffu;
     return bf16 ? Bf16::up(bits) : F16::up(bits);
 }
-// Of a float32 whose halves lie in two tables.
+// The same for a float32 scale, whose upper and lower 16 bits are in two tables.
 DEVICE float wide_value(uint32_t high, uint32_t low, int half) {
     return bits_to_float(half ? permute<0x7632>(low, high) : permute<0x5410>(low, high));
 }
@@ -22,11 +24,12 @@ DEVICE float activate(float v, int kind) {
     return v;
 }
 
+// Weights of float formats as T, times activations of T.
 template <class F, class T> struct FloatSums : FloatMma<T> {
     using Mma = FloatMma<T>;
-    using Value = float;  // of a sum
+    using Value = float;  // the type of a sum
     template <bool COMMON> using Stager = FloatStager<F, T, COMMON>;
-    // Where a lane's activations lie.
+    // The addresses of this lane's activations in shared memory, from the first staged step on.
     struct Place {
         const char* x;
         int token_stride, tokens;
@@ -35,7 +38,7 @@ template <class F, class T> struct FloatSums : FloatMma<T> {
               token_stride(plan.token_stride),
               tokens(int(a.m)) {}
     };
-    // The stage that begins `step` steps after the first that is staged.
+    // Multiplies the stage that begins `step` steps after the first staged step.
     template <bool> DEVICE void multiply_stage(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
 #pragma unroll
         for (int u = 0; u < PAIR<F>; ++u)
@@ -53,14 +56,15 @@ template <class F, class T> struct FloatSums : FloatMma<T> {
     }
 };
 
-// With a scale for each row and stage: a stage's products are summed apart.
+// The same with a scale for each row and stage: each stage has a sum, which is multiplied by its scale.
 template <class F, class T> struct StageScaledSums : FloatSums<F, T> {
     using Base = FloatSums<F, T>;
     static constexpr int COUNT = Base::COUNT;
     float sum[COUNT];
-    const float* scales[COUNT];  // of the sums' rows
-    int staged_from = 0;         // the step that `step` of multiply_stage counts from
-    DEVICE void of_tile(const GemvArgs& a, int tile) {
+    const float* scales[COUNT];  // of the row of each sum, [stages]
+    int staged_from = 0;         // the first staged step
+    // Sets the tile whose scales are used.
+    DEVICE void set_tile(const GemvArgs& a, int tile) {
         const int64_t stages = (a.k + F::KSTEP * PAIR<F> - 1) / (F::KSTEP * PAIR<F>);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i)
@@ -83,8 +87,8 @@ template <class F, class T> struct StageScaledSums : FloatSums<F, T> {
     }
 };
 
-// Weights as fp16, exactly, and activations too, with block exponents where they are bf16 (halves.h): the products of a
-// block of 128 values of K are summed apart.
+// Weights as fp16, exactly, times activations as fp16 (halves.h). Each block of 128 values of K has a sum, which for
+// bf16 activations is multiplied by its block exponent.
 template <class F, class T> struct HalfSums : Cells<false> {
     using Value = float;
     using Mma = FloatMma<F16>;
@@ -127,24 +131,25 @@ template <class F, class T> struct HalfSums : Cells<false> {
     }
 };
 
+// Weights of integer formats and codebooks as int8, times activations in two int8 limbs (limbs.h).
 template <class F, class T, bool NARROW> struct IntegerSums : Cells<NARROW> {
     using Mma = IntegerMma<NARROW>;
     using Value = float;
     template <bool COMMON> using Stager = LimbStager<F, T, NARROW, false, COMMON>;
     using Cell = Cells<NARROW>;
-    static constexpr int HALVES = F::PARTS / 2;  // of a lane's bytes of a row and step, in slots
-    // Two chains of products, where one alone would wait for its own latency.
+    static constexpr int CHUNKS = F::PARTS / 2;  // times that expand() gives 16 bytes of a lane's row and step
+    // Whether there are two chains of products, where each product of a single one would wait for the one before.
     static constexpr bool CHAINS = NARROW || F::GROUPS == 0;
-    // Products that one scale belongs to.
+    // Products that share a scale.
     static constexpr int SCALE_PARTS = F::GROUPS ? F::PARTS / F::GROUPS : F::PARTS * PAIR<F>;
     float sum[Cell::COUNT];
     struct Place {
         const char* x;
-        const float *block_exponents, *sums;
+        const float *block_exponents, *group_sums;
         DEVICE Place(const GemvArgs& a, const GemvPlan& plan, const char* shared)
-            : x(shared + Mma::place(int(a.m), plan.token_stride)),
+            : x(shared + Mma::activations_at(int(a.m), plan.token_stride)),
               block_exponents(reinterpret_cast<const float*>(shared + plan.block_exponents_at) + Cell::token(0)),
-              sums(reinterpret_cast<const float*>(shared + plan.sums_at) + Cell::token(0)) {}
+              group_sums(reinterpret_cast<const float*>(shared + plan.sums_at) + Cell::token(0)) {}
     };
     DEVICE void zero() {
         for (float& v : sum) v = 0.f;
@@ -161,15 +166,15 @@ private:
     DEVICE void multiply_codes(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
         const char* x = place.x + step * (F::KSTEP * 2);
         const float* block_exponent = place.block_exponents + step * (F::KSTEP / 16);
-        const float* group = place.sums + step * F::GROUPS * 8;
+        const float* group_sum = place.group_sums + step * F::GROUPS * 8;
         Mma part, other;
         part.zero(), other.zero();
 #pragma unroll
-        for (int i = 0; i < PAIR<F> * HALVES; ++i) {
-            const int u = i / HALVES, half = i % HALVES;
+        for (int i = 0; i < PAIR<F> * CHUNKS; ++i) {
+            const int u = i / CHUNKS, chunk = i % CHUNKS;
             Words4 w[ROWS_PER_LANE];
 #pragma unroll
-            for (int h = 0; h < ROWS_PER_LANE; ++h) w[h] = F::expand(now[u].w[h], half);
+            for (int h = 0; h < ROWS_PER_LANE; ++h) w[h] = F::expand(now[u].w[h], chunk);
             const typename Mma::Activations limbs = Mma::load(x + i * 128);
 #pragma unroll
             for (int p = 0; p < 2; ++p) {
@@ -177,25 +182,25 @@ private:
                 const int done = i * 2 + p + 1;  // products of the stage
                 if (done % SCALE_PARTS != 0) continue;
                 if (SCALE_PARTS > 2 && CHAINS) part.plus(other), other.zero();
-                add_group<BF16_SCALES>(part, now[u], block_exponent + (done - 1) / 4 * 8, group,
+                add_group<BF16_SCALES>(part, now[u], block_exponent + (done - 1) / 4 * 8, group_sum,
                     done % F::PARTS ? done % F::PARTS / SCALE_PARTS - 1 : F::GROUPS - 1);
-                group += F::GROUPS ? 8 : 0;
+                group_sum += F::GROUPS ? 8 : 0;
                 part.zero();
             }
         }
     }
-    // The same of a codebook, each of whose limbs has products of its own.
+    // The same for a codebook, where each limb of the weights has its own products.
     template <int LIMBS> DEVICE void multiply_book(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
         const char* x = place.x + step * (F::KSTEP * 2);
         const float* block_exponent = place.block_exponents + step * (F::KSTEP / 16);
         Mma part[LIMBS];
         for (Mma& one : part) one.zero();
 #pragma unroll
-        for (int i = 0; i < PAIR<F> * HALVES; ++i) {
-            const int u = i / HALVES, half = i % HALVES;
+        for (int i = 0; i < PAIR<F> * CHUNKS; ++i) {
+            const int u = i / CHUNKS, chunk = i % CHUNKS;
             Words4 expanded[ROWS_PER_LANE][LIMBS];
 #pragma unroll
-            for (int h = 0; h < ROWS_PER_LANE; ++h) F::expand(now[u].w[h], half, expanded[h]);
+            for (int h = 0; h < ROWS_PER_LANE; ++h) F::expand(now[u].w[h], chunk, expanded[h]);
             const typename Mma::Activations limbs = Mma::load(x + i * 128);
 #pragma unroll
             for (int p = 0; p < 2; ++p) {
@@ -214,6 +219,8 @@ private:
             }
         }
     }
+    // Adds the products of a group, times its block exponent and its scale. For ROW_FACTORS part[0] and part[1] are the
+    // products of the first and of the last 16 values of a group, which have different scales.
     template <int LIMBS>
     DEVICE void add_book(const Mma (&part)[LIMBS], const Slot<F>& slot, const float* block_exponent, int group) {
         float block_exponents[Cell::TOKENS];
@@ -234,14 +241,14 @@ private:
                 sum[i]);
         }
     }
-    // A group's products into the sums, times its block exponent and scale; and, with an offset, the sum of its
-    // activations times what expand() left of it.
+    // Adds the products of a group, times its block exponent and its scale. With an offset it also adds the sum of the
+    // group's activations times F::rest(), the part of each weight that expand() leaves out.
     template <bool BF16_SCALES>
     DEVICE void add_group(
         const Mma& part, const Slot<F>& slot, const float* block_exponent, const float* group_sum, int group) {
-        float block_exponents[Cell::TOKENS], sums[Cell::TOKENS];
+        float block_exponents[Cell::TOKENS], group_sums[Cell::TOKENS];
         load_floats<Cell::TOKENS>(block_exponents, block_exponent);
-        if constexpr (SUMMED<F>) load_floats<Cell::TOKENS>(sums, group_sum);
+        if constexpr (SUMMED<F>) load_floats<Cell::TOKENS>(group_sums, group_sum);
 #pragma unroll
         for (int i = 0; i < Cell::COUNT; ++i) {
             const float value = part.value(i) * block_exponents[i % Cell::TOKENS];
@@ -252,14 +259,15 @@ private:
                 const float scale = table_value(slot.scale[word], Cell::half(i), BF16_SCALES);
                 sum[i] = fmaf(value, scale, sum[i]);
                 if constexpr (SUMMED<F>)
-                    sum[i] = fmaf(sums[i % Cell::TOKENS],
+                    sum[i] = fmaf(group_sums[i % Cell::TOKENS],
                         F::rest(scale, table_value(slot.offset[word], Cell::half(i), BF16_SCALES)), sum[i]);
             }
         }
     }
 };
 
-// Of activations with a scale a token the sums are those of bytes over all of K; scales come with the output.
+// Weights and activations as bytes, with a scale for each token. The sums are over all of K; the epilogue applies the
+// scales.
 template <class F, class T> struct ByteSums : ByteMma<F> {
     using Mma = ByteMma<F>;
     using Value = typename F::Sum;
@@ -267,7 +275,7 @@ template <class F, class T> struct ByteSums : ByteMma<F> {
     struct Place {
         const char* x;
         DEVICE Place(const GemvArgs& a, const GemvPlan& plan, const char* shared)
-            : x(shared + Mma::place(int(a.m), plan.token_stride)) {}
+            : x(shared + Mma::activations_at(int(a.m), plan.token_stride)) {}
     };
     template <bool> DEVICE void multiply_stage(const Slot<F> (&now)[PAIR<F>], const Place& place, int step) {
 #pragma unroll

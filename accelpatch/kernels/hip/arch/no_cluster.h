@@ -1,4 +1,4 @@
-// Clusters of blocks where the hardware has none: the names, so that one source compiles. Nothing calls them there.
+// Clusters of blocks where the hardware has none: functions that are never called, so that the same sources compile.
 constexpr bool CLUSTERS_HERE = false;
 DEVICE int cluster_rank() { return 0; }
 DEVICE void init_mbarrier(Mbarrier&) {}

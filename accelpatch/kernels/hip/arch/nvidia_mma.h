@@ -1,38 +1,41 @@
-// Matrix products of 16 rows of weights with up to 8 tokens, and how their kernels are cut. Part of nvidia.h.
+// Matrix products of 16 rows of weights with up to 8 tokens, and constants of their kernels. Part of nvidia.h.
 #pragma once
 
-// On each SM, also where there are fewer tiles: the successor's blocks then find one place on each.
+// Blocks on each SM, also where there are fewer tiles than SMs: each SM then has room for one block of the next kernel.
 constexpr int BLOCKS_LAUNCHED = 1;
 constexpr int K_TILE_VALUES = 4096;   // of K staged at once where not all fits: 8 tokens within half an SM
 constexpr int DEEP = 4, SHALLOW = 2;  // stages of a multi-stage buffer
-constexpr int DEEP_FLOATS = 5;        // of 16-bit weights, whose stages are soon done
+constexpr int DEEP_FLOATS = 5;        // of 16-bit weights, whose stages take less time
 constexpr int DEEP_COMPACT = 3;       // of 12 bits, whose stages are half as large again
-// Up to how many tokens integer products have a form of their own: a warp finishes 16 rows of two.
+// Up to this many tokens integer formats have a NARROW kernel, in which one warp finishes 16 rows of both tokens.
 constexpr int NARROW_TOKENS = 2;
-constexpr int WIDE_TOKENS = 3;         // up to how many tokens float products run without clusters
-constexpr bool FLUSHING_HALF = false;  // whether fp16 matrix products lose subnormals
-constexpr bool HALF_WEIGHTS = true;    // whether weights of fp8 and NVFP4 are multiplied as fp16, see halves.h
+constexpr int WIDE_TOKENS = 3;         // up to this many tokens float formats run without clusters
+constexpr bool FLUSHING_HALF = false;  // whether fp16 matrix instructions flush subnormals to zero
+constexpr bool HALF_WEIGHTS = true;    // whether fp8 and NVFP4 weights are multiplied as fp16, see halves.h
 
-// ---- matrix products: a lane holds 16 bytes of each of ROWS_PER_LANE rows of a tile of 16; K is permuted alike in
-// both operands, so the instruction's own order of K never matters ----
+// ---- operands of weights: a lane has 16 bytes of each of ROWS_PER_LANE rows of a tile of 16. K is permuted in the
+// same way in both operands, so that the instruction's order of K does not matter ----
 constexpr int ROWS_PER_LANE = 2;
 DEVICE int fragment_row(int i) { return (lane_id() >> 2) + 8 * i; }
 DEVICE int fragment_quarter() { return lane_id() & 3; }  // which 16 bytes of a row's 64
-// Rows r and r + 8 share a word of scales: where a lane's words begin, and how many row pairs follow each other.
+// Rows r and r + 8 are a pair, and share a word of 16-bit scales. SCALE_PAIRS: pairs whose scales a lane needs, from
+// pair scale_pair() on.
 constexpr int SCALE_PAIRS = 1;
 DEVICE int scale_pair() { return lane_id() >> 2; }
 
-// Which row and token each of a lane's sums belongs to. NARROW: up to 4 tokens, else 8.
+// The layout of a lane's sums, COUNT of them: sum i belongs to row(i) of the tile and to token(i). Its scale is in half
+// half(i) of the word of row pair pair(i). owns(i): this lane stores the sum. TOKENS: different tokens of a lane's
+// sums, which are neighbours. NARROW: for up to 4 tokens, else 8.
 template <bool NARROW> struct Cells {
-    static constexpr int COUNT = NARROW ? 2 : 4, TOKENS = NARROW ? 1 : 2;  // TOKENS: different ones, neighbours
+    static constexpr int COUNT = NARROW ? 2 : 4, TOKENS = NARROW ? 1 : 2;
     static DEVICE int row(int i) { return (lane_id() >> 2) + 8 * (NARROW ? i : i >> 1); }
     static DEVICE int token(int i) { return NARROW ? lane_id() & 3 : 2 * (lane_id() & 3) + (i & 1); }
     static DEVICE bool owns(int) { return true; }
     static DEVICE int pair(int) { return 0; }
-    static DEVICE int half(int i) { return NARROW ? i : i >> 1; }  // of the word of scales
+    static DEVICE int half(int i) { return NARROW ? i : i >> 1; }
 };
 
-// 16-bit floats: 8 tokens.
+// 16-bit floats, for 8 tokens.
 template <class T> struct FloatMma : Cells<false> {
     float sum[4], other[4];  // two chains: one alone would wait for its own latency
     DEVICE void zero() {
@@ -50,8 +53,9 @@ template <class T> struct FloatMma : Cells<false> {
     }
 };
 
-// Signed bytes of weights times 16-bit integers (a high byte and a low one, 16 bytes apart): exact. Narrow: a token's
-// two bytes are two columns of one product; else each byte has a product of its own, and the low one no sign.
+// Signed bytes of weights times activations in two limbs of a byte (limbs.h), 16 bytes apart: exact. NARROW: the limbs
+// of a token are two columns of one matrix product. Otherwise each limb has a product of its own, and low limbs are
+// unsigned.
 template <bool NARROW> struct IntegerMma : Cells<NARROW> {
     static constexpr int MMAS = NARROW ? 1 : 2;
     int sum[MMAS][4];
@@ -66,8 +70,8 @@ template <bool NARROW> struct IntegerMma : Cells<NARROW> {
         for (int i = 0; i < MMAS; ++i)
             for (int j = 0; j < 4; ++j) sum[i][j] += other.sum[i][j];
     }
-    // Where this lane's activations begin, from those of token 0.
-    static DEVICE int place(int tokens, int token_stride) {
+    // The byte offset of this lane's activations from those of token 0.
+    static DEVICE int activations_at(int tokens, int token_stride) {
         const int column = lane_id() >> 2, token = min(NARROW ? column >> 1 : column, tokens - 1);
         return token * token_stride + (NARROW ? column & 1 : 0) * 16 + fragment_quarter() * 32;
     }
@@ -77,7 +81,7 @@ template <bool NARROW> struct IntegerMma : Cells<NARROW> {
         for (int i = 0; i < MMAS; ++i) all.b[i] = *reinterpret_cast<const Words4*>(x + i * 16);
         return all;
     }
-    // The first 8 bytes of each 16, or the last.
+    // Multiplies the first 8 bytes of each 16 (part 0), or the last (part 1).
     DEVICE void add(const Words4* a, const Activations& x, int part) {
 #pragma unroll
         for (int i = 0; i < MMAS; ++i) {
@@ -88,7 +92,8 @@ template <bool NARROW> struct IntegerMma : Cells<NARROW> {
     DEVICE int high(int i) const { return NARROW ? sum[0][2 * i] : sum[0][i]; }
     DEVICE int low(int i) const { return NARROW ? sum[0][2 * i + 1] : sum[MMAS - 1][i]; }
     DEVICE float value(int i) const { return float(high(i) * 256 + low(i)); }
-    // Of a codebook (codebook.h): of one limb, or a 256th of two.
+    // The value of a codebook's products p (codebook.h), which here has two halves: of one limb, or of two limbs,
+    // divided by 256.
     static DEVICE float value_of_book(const IntegerMma (&p)[2], int i) {
         return float((p[0].high(i) - p[1].high(i)) * 256 + p[0].low(i) - p[1].low(i));
     }
@@ -99,9 +104,9 @@ template <bool NARROW> struct IntegerMma : Cells<NARROW> {
     }
 };
 
-// 16 rows by 32 of K, 8-bit floats E, times 32 by 8 columns: as fp16, whose products are exact and whose sums are those
-// of floats. On Hopper mma's own e4m3 is compiled to just that; where it is an instruction (QMMA), its sums may have
-// fewer bits.
+// 16 rows by 32 of K, 8-bit floats E, times 32 by 8 columns. They are converted to fp16, whose products are exact and
+// are summed in float32. On Hopper mma of e4m3 is compiled to the same; where it is an instruction (QMMA), its sums may
+// have fewer bits.
 template <class E>
 DEVICE void multiply_e4m3(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
     const uint32_t bytes[6] = {a0, a1, a2, a3, b0, b1};
@@ -112,16 +117,16 @@ DEVICE void multiply_e4m3(float* c, uint32_t a0, uint32_t a1, uint32_t a2, uint3
     for (int h = 0; h < 2; ++h)
         multiply_halves<typename E::Half>(c, v[h][0], v[h][1], v[h][2], v[h][3], v[h][4], v[h][5]);
 }
-// Bytes of weights times those of 8 tokens, 16 of a lane's row with 16 of a token.
+// Bytes of weights times bytes of activations, of 8 tokens: 16 of a lane's row with 16 of a token.
 template <class F> struct ByteMma : Cells<false> {
-    typename F::Sum sum[4], other[4];  // two chains
+    typename F::Sum sum[4], other[4];  // two chains, as above
     DEVICE void zero() {
         for (int i = 0; i < 4; ++i) sum[i] = other[i] = 0;
     }
     DEVICE void finish() {
         for (int i = 0; i < 4; ++i) sum[i] += other[i];
     }
-    static DEVICE int place(int tokens, int token_stride) {
+    static DEVICE int activations_at(int tokens, int token_stride) {
         return min(lane_id() >> 2, tokens - 1) * token_stride + fragment_quarter() * 16;
     }
     static DEVICE void multiply(
@@ -135,15 +140,17 @@ template <class F> struct ByteMma : Cells<false> {
     }
 };
 
-// 16-bit floats for many tokens, MATRIX_TOKENS at a time: the token whose values a lane gives, the cells of its sums,
-// and eight values of K of each of its rows, as pairs, times eight of a token.
-constexpr int MATRIX_TOKENS = 8, MOST_TOKENS = 32;  // MOST: of a block
+// 16-bit floats for many tokens (int4_gemm.h), MATRIX_TOKENS a product, up to MOST_TOKENS a block. matrix_column: the
+// token whose activations a lane passes. A lane has four sums, of MATRIX_ROWS rows: sum i belongs to
+// matrix_row(matrix_row_index(i)) and to matrix_token(i). matrix_below: for a sum of row r < 8 that of row r + 8.
+// multiply_eight multiplies eight values of K of each of a lane's rows with eight of a token.
+constexpr int MATRIX_TOKENS = 8, MOST_TOKENS = 32;
 DEVICE int matrix_column() { return lane_id() >> 2; }
-constexpr int MATRIX_ROWS = 2;  // different ones of a lane's sums
-constexpr DEVICE int matrix_which(int i) { return i >> 1; }
-DEVICE int matrix_row(int which) { return (lane_id() >> 2) + 8 * which; }
+constexpr int MATRIX_ROWS = 2;
+constexpr DEVICE int matrix_row_index(int i) { return i >> 1; }
+DEVICE int matrix_row(int index) { return (lane_id() >> 2) + 8 * index; }
 DEVICE int matrix_token(int i) { return 2 * (lane_id() & 3) + (i & 1); }
-DEVICE float matrix_below(const float* sums, int i) { return sums[i | 2]; }  // of row r < 8: what row r + 8 has
+DEVICE float matrix_below(const float* sums, int i) { return sums[i | 2]; }
 template <class T> DEVICE void multiply_eight(float* c, const uint32_t (&w)[ROWS_PER_LANE][4], const Words4& x) {
     multiply_halves<T>(c, w[0][0], w[1][0], w[0][1], w[1][1], x.x, x.y);
     multiply_halves<T>(c, w[0][2], w[1][2], w[0][3], w[1][3], x.z, x.w);

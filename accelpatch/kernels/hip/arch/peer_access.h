@@ -1,5 +1,5 @@
-// Memory that another GPU reads or writes while a kernel runs, by loads and stores at system scope. Each of the four
-// 32-bit words is whole; the four may come in any order.
+// Memory that another GPU reads or writes while a kernel runs: relaxed loads and stores of 16 bytes at system scope.
+// Each of the four 32-bit words is loaded and stored as a whole; they may become visible in any order.
 #pragma once
 #include "portability.h"
 
@@ -15,6 +15,7 @@ DEVICE Words4 load_system16(const void* source) {
     const uint64_t high = __hip_atomic_load(from + 1, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
     return {uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)};
 }
+// Pauses a thread that has loaded in vain. The argument is the number of loads so far.
 DEVICE void backoff(int) { __builtin_amdgcn_s_sleep(1); }
 #else
 DEVICE void store_system16(void* into, const Words4& v) {
@@ -29,5 +30,5 @@ DEVICE Words4 load_system16(const void* source) {
         : "memory");
     return v;
 }
-DEVICE void backoff(int) {}  // what is awaited comes within a microsecond, and a pause is not much shorter
+DEVICE void backoff(int) {}  // the wait is under a microsecond, and a pause would not be much shorter
 #endif

@@ -13,8 +13,8 @@ template <class T, class CODES> struct CacheTile<Coded<T, CODES>> : AttentionTil
     static DEVICE void load_across(uint32_t* v, const Words4* tile, int chunks, int chunk) {
         using Tile = AttentionTile<Coded<T, CODES>>;
         const int slot = (lane_id() & 7) + (lane_id() >> 4) * 8;
-        const int mixed = chunks < 8 ? slot >> 1 & 3 : Tile::mixed(slot);
-        load_transposed(v, tile + slot * chunks + chunk / 8 * 8 + ((lane_id() >> 3 & 1) ^ mixed ^ chunk % 8));
+        const int swizzle = chunks < 8 ? slot >> 1 & 3 : Tile::swizzle(slot);
+        load_transposed(v, tile + slot * chunks + chunk / 8 * 8 + ((lane_id() >> 3 & 1) ^ swizzle ^ chunk % 8));
     }
 };
 DEVICE float larger_or_nan(float v, float w) { return v > w || v != v ? v : w; }
@@ -30,8 +30,8 @@ template <class T, int OWN> struct LargestWeight {
             float v = 0x1p-100f;
 #pragma unroll
             for (int i = 0; i < 4 * ROUNDS; ++i)
-                if (Tile::which(i % 4) == n) v = larger_or_nan(s[i / 4][i % 4], v);
-            largest[n] = Tile::over_lanes(v, [](float one, float other) { return larger_or_nan(one, other); });
+                if (Tile::query_index(i % 4) == n) v = larger_or_nan(s[i / 4][i % 4], v);
+            largest[n] = Tile::reduce_lanes(v, [](float one, float other) { return larger_or_nan(one, other); });
             inverse[n] = rounded_multiply(fast_reciprocal(largest[n]), most);
         }
     }
@@ -140,7 +140,7 @@ template <class T, int SETS, bool SOLE> struct ValueMma<Coded<T, Int8Codes>, SET
                 for (int i = 0; i < 4; ++i) {
                     const auto& all = whole[set][part];
                     const int v = SOLE ? all[i & 2] * 256 + all[i | 1] : all[i];
-                    sums[set][part][i] = rounded_multiply(float(v), unit[SOLE ? 0 : Tile::which(i)]);
+                    sums[set][part][i] = rounded_multiply(float(v), unit[SOLE ? 0 : Tile::query_index(i)]);
                 }
     }
 };
@@ -213,6 +213,6 @@ template <class T, int SETS, bool SOLE> struct ValueMma<Coded<T, E4m3Codes>, SET
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
                     sums[set][part][i] =
-                        rounded_multiply(sums[set][part][i], weight.largest[SOLE ? 0 : Tile::which(i)]);
+                        rounded_multiply(sums[set][part][i], weight.largest[SOLE ? 0 : Tile::query_index(i)]);
     }
 };

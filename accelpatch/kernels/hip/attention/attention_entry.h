@@ -33,7 +33,8 @@ template <class T, int WIDE> int launch(const AttentionArgs& a, GpuStream stream
         for (const bool deep : {true, false}) {
             const int64_t least = stage_buffer(2), wanted = deep ? DEEP_BUFFER<T> : SHALLOW_BUFFER<T>;
             AttentionPlan plan = lay_out<WIDE>(a, wanted > least ? wanted : least, buffers);
-            if (!reserve_levels<WIDE>(plan, half_of(limits), buffers == 1 && !deep ? limits.shared_block : 0)) continue;
+            if (!reserve_levels<WIDE>(plan, half_sm_bytes(limits), buffers == 1 && !deep ? limits.shared_block : 0))
+                continue;
             if constexpr (KINDS_HERE<T, WIDE>) {
                 constexpr int SEVERALS = OF_SEVERAL<T, WIDE>;
                 const Kind kind = kind_of<WIDE>(a);

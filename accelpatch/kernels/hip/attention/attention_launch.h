@@ -42,7 +42,7 @@ inline int64_t splits_of(const AttentionArgs& a, int64_t heads) { return heads *
 template <int WIDE> int blocks_of(const AttentionArgs& a, const AttentionPlan& plan, const DeviceLimits& limits) {
     const int64_t heads = a.rows * a.kv_heads * plan.tiles;
     const int sms = limits.sms;
-    const bool alone = WIDE > 128 || plan.bytes > half_of(limits);
+    const bool alone = WIDE > 128 || plan.bytes > half_sm_bytes(limits);
     if (alone || (a.following && a.rows * a.tokens <= QUERIES)) return sms;
     const bool filled = 8 * heads >= 7 * BLOCKS_RESIDENT * sms,
                divided = 4 * heads >= sms && 2 * heads <= sms && splits_of(a, heads) > sms;

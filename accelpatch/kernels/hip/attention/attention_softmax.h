@@ -40,7 +40,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
     static constexpr int SETS = Stream::SETS;
     static constexpr int OWN = SOLE ? 1 : Tile::QUERIES_PER_LANE;
     // Whether score i belongs to one of the lane's queries.
-    static DEVICE constexpr bool wanted(int i) { return Tile::which(i) < OWN; }
+    static DEVICE constexpr bool wanted(int i) { return Tile::query_index(i) < OWN; }
     float top[OWN], total[OWN], sums[SETS][Tile::PARTS][4];
     // The weight of a query's own slot, whose value Adder adds; negative where another lane has it.
     float own[OWN];
@@ -60,17 +60,17 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
             top[n] = -INFINITY, total[n] = 0.f, own[n] = -1.f;
 #pragma unroll
             for (int i = 0; i < 4 * ROUNDS; ++i)
-                if (Tile::which(i % 4) == n) top[n] = larger(top[n], s[i / 4][i % 4]);
-            top[n] = Tile::over_lanes(top[n], larger);
+                if (Tile::query_index(i % 4) == n) top[n] = larger(top[n], s[i / 4][i % 4]);
+            top[n] = Tile::reduce_lanes(top[n], larger);
             const float base = top[n] == -INFINITY ? 0.f : top[n];  // no visible slot: all weights are zero
 #pragma unroll
             for (int i = 0; i < 4 * ROUNDS; ++i)
-                if (Tile::which(i % 4) == n) total[n] += s[i / 4][i % 4] = fast_exp2(s[i / 4][i % 4] - base);
+                if (Tile::query_index(i % 4) == n) total[n] += s[i / 4][i % 4] = fast_exp2(s[i / 4][i % 4] - base);
         }
         if (begin + KV_SPLIT > view.slot)
 #pragma unroll
             for (int i = 0; i < 4 * ROUNDS; ++i) {
-                const int n = Tile::which(i % 4);
+                const int n = Tile::query_index(i % 4);
                 if (n < OWN && begin + tile_at(i / 4) + Tile::slot(i % 4) == view.own[n])
                     own[n] = s[i / 4][i % 4], s[i / 4][i % 4] = 0.f;
             }
@@ -129,7 +129,8 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
             if (!wanted(i)) continue;
             s[i] = rounded_multiply(scores.score(i), a.scaling);  // rounded alone: the same bits in all kernels
             if constexpr (CODED<T>)
-                s[i] = rounded_multiply(s[i], rounded_multiply(scales.key(ROUND, i), view.query_scale(Tile::which(i))));
+                s[i] = rounded_multiply(
+                    s[i], rounded_multiply(scales.key(ROUND, i), view.query_scale(Tile::query_index(i))));
         }
         if (a.softcap > 0.f)
 #pragma unroll
@@ -138,8 +139,8 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int at = slot + Tile::slot(i);
-                if (wanted(i) && (!(given >> Tile::slot(i) & 1) || at > view.own[Tile::which(i)] ||
-                                     at <= view.least[Tile::which(i)]))
+                if (wanted(i) && (!(given >> Tile::slot(i) & 1) || at > view.own[Tile::query_index(i)] ||
+                                     at <= view.least[Tile::query_index(i)]))
                     s[i] = -INFINITY;
             }
     }
@@ -164,7 +165,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, bool SOLE, class SCHED
         const int warp = threadIdx.x / WARP_SIZE;
 #pragma unroll
         for (int n = 0; n < OWN; ++n) {
-            const float weights = Tile::over_lanes(total[n], [](float v, float w) { return v + w; });
+            const float weights = Tile::reduce_lanes(total[n], [](float v, float w) { return v + w; });
             if (Tile::query(n) >= queries) continue;
             float* at = tops + Tile::query(n) * TOPS;
             if (Tile::slot(0) == 0) at[2 * warp] = top[n], at[2 * warp + 1] = weights;

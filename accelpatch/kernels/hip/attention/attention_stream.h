@@ -143,14 +143,14 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
     }
     static DEVICE int masked_at() { return tile_at(lane_id() / TILE % 2) + lane_id() % TILE; }
     // The swizzle of a slot's chunks. Where a slot has four chunks, two slots fill the banks.
-    static DEVICE constexpr int mixed(int slot) {
+    static DEVICE constexpr int swizzle(int slot) {
         if constexpr (CHUNKS < 8) return slot >> 1 & 3;
-        else return Tile::mixed(slot);
+        else return Tile::swizzle(slot);
     }
     template <bool VALUE> DEVICE char* piece(int stage, int i) {
         if constexpr (SHARED_STAGES)
             return reinterpret_cast<char*>(
-                tile() + i * WARP_SIZE + (lane_id() ^ mixed(lane_id() / CHUNKS) ^ mixed(i * WARP_SIZE / CHUNKS)));
+                tile() + i * WARP_SIZE + (lane_id() ^ swizzle(lane_id() / CHUNKS) ^ swizzle(i * WARP_SIZE / CHUNKS)));
         else return reinterpret_cast<char*>(in_registers[stage % 2]) + i * PIECE_BYTES<VALUE>;
     }
     DEVICE Words4* tile() { return reinterpret_cast<Words4*>(stage_buffer + place * TILE_BYTES); }
@@ -159,7 +159,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
     DEVICE Words4 key(int stage, int h, int i) {
         if constexpr (SHARED_STAGES)
             return tile()[fragment_row(h) * CHUNKS + i / 2 * 8 +
-                          (fragment_quarter() ^ mixed(fragment_row(0)) ^ i % 2 * 4)];
+                          (fragment_quarter() ^ swizzle(fragment_row(0)) ^ i % 2 * 4)];
         else return in_registers[stage % 2][h * KEY_PIECES + i];
     }
     // Which chunk of a query is multiplied by the operand that key() gives.
@@ -181,7 +181,7 @@ template <class T, int WIDE, int BUFFER_BYTES, bool ONCE, class SCHEDULE> struct
             for (int token = max(slot - cached, 0); token < min(slot + TILE - cached, int(a.tokens)); ++token) {
                 const int s = cached + token - slot;
                 if (chunk < CHUNKS)
-                    into[s * CHUNKS + (chunk ^ mixed(s))] = stager.template fresh_piece<Words4>(token, VALUE, chunk);
+                    into[s * CHUNKS + (chunk ^ swizzle(s))] = stager.template fresh_piece<Words4>(token, VALUE, chunk);
             }
             warp_sync();
         } else {

@@ -29,14 +29,15 @@ template <class T> DEVICE void finish(const GemvArgs& a, const GemmPlan& plan, i
     const int n = int(a.n), columns = gate ? n / 2 : n;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int r = matrix_row(matrix_which(i)), row = gate ? tile * 8 + (r & 7) + (r >> 3) * columns : tile * 16 + r;
+        const int r = matrix_row(matrix_row_index(i)),
+                  row = gate ? tile * 8 + (r & 7) + (r >> 3) * columns : tile * 16 + r;
         if (tile * 16 + r >= n || first + matrix_token(i) >= int(a.m)) continue;
         if (!(fabsf(sums[i]) < INFINITY)) sums[i] = by_values<T>(a, plan, tile, r, first + matrix_token(i));
         if (a.bias) sums[i] += T::up(load_activation2(static_cast<const uint16_t*>(a.bias) + row));
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int r = matrix_row(matrix_which(i)), column = gate ? tile * 8 + r : tile * 16 + r,
+        const int r = matrix_row(matrix_row_index(i)), column = gate ? tile * 8 + r : tile * 16 + r,
                   token = first + matrix_token(i);
         const float up = matrix_below(sums, i);
         if ((gate && r >= 8) || column >= columns || token >= int(a.m)) continue;

@@ -67,7 +67,7 @@ template <class T, int TOKENS> struct GemmSums {
         }
         if (row_warp < COLUMNS && matrix_row(0) == 0)
             for (int i = 0; i < 4; ++i)
-                if (matrix_which(i) == 0) sums_of(stage, row_warp)[matrix_token(i)] = ones[i];
+                if (matrix_row_index(i) == 0) sums_of(stage, row_warp)[matrix_token(i)] = ones[i];
         float scale[WARP_TILES][MATRIX_ROWS], offset[WARP_TILES][MATRIX_ROWS];
         if (a.scale_is_bf16) read_tables<true>(scale, offset, tables);
         else read_tables<false>(scale, offset, tables);
@@ -80,7 +80,7 @@ template <class T, int TOKENS> struct GemmSums {
             for (int i = 0; i < 4; ++i)
 #pragma unroll
                 for (int j = 0; j < COLUMNS; ++j)
-                    y[h][j][i] = fmaf(scale[h][matrix_which(i)], part[h][j][i], y[h][j][i]);
+                    y[h][j][i] = fmaf(scale[h][matrix_row_index(i)], part[h][j][i], y[h][j][i]);
         }
     }
     template <bool BF16_SCALES>
@@ -106,7 +106,7 @@ template <class T, int TOKENS> struct GemmSums {
             for (int i = 0; i < 4; ++i) {
                 const float sum = sums_of(stage, column(j))[matrix_token(i)];
 #pragma unroll
-                for (int h = 0; h < WARP_TILES; ++h) y[h][j][i] = fmaf(rest[h][matrix_which(i)], sum, y[h][j][i]);
+                for (int h = 0; h < WARP_TILES; ++h) y[h][j][i] = fmaf(rest[h][matrix_row_index(i)], sum, y[h][j][i]);
             }
     }
 };

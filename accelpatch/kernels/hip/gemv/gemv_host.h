@@ -83,7 +83,7 @@ template <class F, class T> int64_t lay_out(GemvPlan& p, const GemvArgs& a, Form
 
 template <class F, class T> int fit(GemvPlan& p, const GemvArgs& a, const DeviceLimits& limits, Form form) {
     for (const bool all : {true, false}) {  // what is staged in K tiles is staged anew for every tile
-        for (const int64_t room : {half_of(limits), int64_t(limits.shared_block)}) {
+        for (const int64_t room : {half_sm_bytes(limits), int64_t(limits.shared_block)}) {
             if (!all && (p.k_tiles == 1 || a.norm)) continue;
             p.staged_k_tiles = all ? p.k_tiles : 1;
             for (const int depth : {DEEPEST<F>, DEEP, SHALLOW}) {
@@ -102,7 +102,7 @@ template <class F, class T> int fit(GemvPlan& p, const GemvArgs& a, const Device
 // product before may signal.
 template <class F, class T> int fit_part(GemvPlan& p, const GemvArgs& a, const DeviceLimits& limits) {
     const int64_t stage = (int64_t(PAIR<F>) << p.warps_shift) / CLUSTER, stages = p.part_steps / stage;
-    for (const int64_t room : {half_of(limits), int64_t(limits.shared_block)}) {
+    for (const int64_t room : {half_sm_bytes(limits), int64_t(limits.shared_block)}) {
         for (const int depth : {CLUSTER_DEEP<F>, CLUSTER_DEPTH}) {
             for (int64_t each = stages, k_tiles = 1;; each = (stages + k_tiles - 1) / k_tiles) {
                 p.k_tile_steps = int32_t(each * stage);
@@ -192,7 +192,7 @@ template <class F, class T> int launch(const GemvArgs& a, GpuStream stream) {
 #if !defined(LOW_RANK)
     if constexpr (CLUSTER > 1 && !COMPACT<F>) {
         const bool many = a.m > (F::QUANTIZES ? NARROW_TOKENS : WIDE_TOKENS);
-        if (limits.clusters && common(a, plan) && (many || !depth || plan.bytes > half_of(limits))) {
+        if (limits.clusters && common(a, plan) && (many || !depth || plan.bytes > half_sm_bytes(limits))) {
             const int status = launch_as_clusters<F, T>(a, limits, stream);
             if (status != STATUS_MEMORY || many) return status;
         }

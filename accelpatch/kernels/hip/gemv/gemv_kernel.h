@@ -30,7 +30,7 @@ DEVICE void reset_signal(const GemvArgs& a) {
 // Sets the sums to zero, and for STAGE_SCALES the tile whose scales they use.
 template <class F, class SUMS> DEVICE void start_sums(SUMS& total, const GemvArgs& a, int tile) {
     total.zero();
-    if constexpr (STAGE_SCALES<F> && !HALVES<F>) total.of_tile(a, tile);
+    if constexpr (STAGE_SCALES<F> && !HALVES<F>) total.set_tile(a, tile);
 }
 
 // Multiplies a warp's stages from step `from` to `end`. Precondition: activations are staged from step `begin` on, and

@@ -12,8 +12,8 @@ constexpr int RESERVED_SHARED = 1024;
 #include "simt_emulator.h"
 constexpr bool BOOK_IN_HALVES = true;
 struct NibbleLookup {
-    uint32_t word, others;
-    explicit NibbleLookup(uint32_t word) : word(word), others(word ^ 0x88888888u) {}
+    uint32_t word, inverted;
+    explicit NibbleLookup(uint32_t word) : word(word), inverted(word ^ 0x88888888u) {}
     static constexpr int order(int e) { return e < 4 ? 2 * e : 2 * e - 7; }
     static uint32_t select(uint32_t a, uint32_t b, uint32_t nibbles) {  // prmt
         uint32_t out = 0;
@@ -25,7 +25,7 @@ struct NibbleLookup {
         return out;
     }
     void operator()(uint32_t a, uint32_t b, uint32_t c, uint32_t d, int half, uint32_t* out) const {
-        out[0] = select(a, b, half ? word >> 16 : word), out[1] = select(c, d, half ? others >> 16 : others);
+        out[0] = select(a, b, half ? word >> 16 : word), out[1] = select(c, d, half ? inverted >> 16 : inverted);
     }
 };
 constexpr int CLUSTER = 2;
