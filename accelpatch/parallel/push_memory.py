@@ -33,7 +33,7 @@ class PushMemory(PeerMemory):
         assert device is not None
         libraries.library(binding.NAME, probe(device))
         self._bytes.fill_(255)
-        self._slots = torch.zeros(binding.MOST_BLOCKS, dtype=torch.int32, device=device)
+        self._slot_numbers = torch.zeros(binding.MOST_BLOCKS, dtype=torch.int32, device=device)
         self._failed = torch.zeros(1, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # before another rank writes
         self._patience = 0
@@ -52,7 +52,7 @@ class PushMemory(PeerMemory):
         memory = [at + getattr(handle, "offset", 0) for at in handle.buffer_ptrs]
         if memory[handle.rank] != self._bytes.data_ptr():
             raise RuntimeError("torch's symmetric memory gives no addresses that kernels can use")
-        self._ranks = binding.Ranks(handle.rank, memory, self._slots, self._failed)
+        self._ranks = binding.Ranks(handle.rank, memory, self._slot_numbers, self._failed)
 
     def check(self, rank: int, world: int) -> None:
         """Raise RuntimeError where a sum is wrong, or parts of another rank do not come."""

@@ -70,7 +70,7 @@ def test_a_launch_has_the_addresses_of_all_ranks(
     assert bool((made._bytes == 255).all())
     assert ranks.memory[1] == made._bytes.data_ptr()
     assert made._bytes.nbytes == binding.memory_bytes(2)
-    assert not bool(ranks.slots.any())
+    assert not bool(ranks.slot_numbers.any())
 
 
 @pytest.mark.parametrize("residual", [

@@ -149,7 +149,7 @@ def test_a_rank_that_never_comes(library: Library) -> None:
 
 @pytest.mark.parametrize("changes", [
     {"world": 1}, {"world": MOST_RANKS + 1}, {"rank": 2}, {"rank": -1}, {"vectors": 0}, {"patience": -1},
-    {"vectors": MOST_BYTES // VECTOR + 1}, {"x": None}, {"y": 8}, {"residual": 8}, {"slots": None}, {"failed": None},
+    {"vectors": MOST_BYTES // VECTOR + 1}, {"x": None}, {"y": 8}, {"residual": 8}, {"slot_numbers": None}, {"failed": None},
 ], ids=str)  # fmt: skip
 def test_what_does_not_fit_is_not_launched(changes: dict[str, int], library: Library) -> None:
     held, x, y = library("nvidia"), torch.ones(8).bfloat16(), torch.empty(8).bfloat16()

@@ -1,1 +1,1 @@
-"""Sums over several GPUs, in which each kernel reads and writes the others' memory."""
+"""All-reduce over several GPUs, whose kernels write into each other's memory."""

@@ -19,7 +19,7 @@ from accelpatch.kernels.triton.launch import on_device
 NAME = "push_all_reduce"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # numbered as in the C interface
 MOST_RANKS, SLOTS = 8, 3
-VECTOR, VECTORS, MOST_BLOCKS = 16, 128, 128  # bytes of a thread; threads of a block; blocks of a launch
+VECTOR, VECTORS, MOST_BLOCKS = 16, 128, 128  # bytes of a thread's vector; vectors of a block; blocks of a launch
 MOST_BYTES = VECTOR * VECTORS * MOST_BLOCKS  # of a message
 
 
@@ -27,7 +27,7 @@ class PushArgs(ctypes.Structure):
     """Mirror of ``PushArgs`` in push_all_reduce.h."""
 
     _fields_ = (
-        ("memory", ctypes.c_void_p * MOST_RANKS), ("slots", ctypes.c_void_p), ("failed", ctypes.c_void_p),
+        ("memory", ctypes.c_void_p * MOST_RANKS), ("slot_numbers", ctypes.c_void_p), ("failed", ctypes.c_void_p),
         ("x", ctypes.c_void_p), ("residual", ctypes.c_void_p), ("y", ctypes.c_void_p), ("vectors", ctypes.c_int64),
         ("rank", ctypes.c_int32), ("world", ctypes.c_int32), ("patience", ctypes.c_int32),
     )  # fmt: skip
@@ -40,20 +40,24 @@ def memory_bytes(world: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """What a rank's launches have in common. memory: addresses of all ranks' memory, of `memory_bytes` each, in ranks'
-    order. slots: int32[MOST_BLOCKS] zeros, and failed: int32[1] zero, both of this rank."""
+    """What a rank's launches have in common.
+
+    memory: addresses of the memory of all ranks, `memory_bytes` each, in the order of the ranks. slot_numbers:
+    int32[MOST_BLOCKS], zeros before the first launch. failed: int32[1], zero before the first launch. Both are this
+    rank's own.
+    """
 
     rank: int
     memory: Sequence[int]
-    slots: Tensor
+    slot_numbers: Tensor
     failed: Tensor
 
     def arguments(self, x: Tensor, residual: Tensor | None, y: Tensor, patience: int) -> PushArgs:
-        """The launch arguments; tensors as in `launch`."""
+        """The arguments of a launch; tensors and patience as in `launch`."""
         return PushArgs(
-            (ctypes.c_void_p * MOST_RANKS)(*self.memory), self.slots.data_ptr(), self.failed.data_ptr(), x.data_ptr(),
-            None if residual is None else residual.data_ptr(), y.data_ptr(), x.nbytes // VECTOR, self.rank,
-            len(self.memory), patience,
+            (ctypes.c_void_p * MOST_RANKS)(*self.memory), self.slot_numbers.data_ptr(), self.failed.data_ptr(),
+            x.data_ptr(), None if residual is None else residual.data_ptr(), y.data_ptr(), x.nbytes // VECTOR,
+            self.rank, len(self.memory), patience,
         )  # fmt: skip
 
 
@@ -65,11 +69,11 @@ def declared(library: ctypes.CDLL) -> Any:
 
 
 def launch(ranks: Ranks, x: Tensor, residual: Tensor | None = None, *, patience: int = 0) -> Tensor:
-    """y = sum over ranks of x, plus residual, on torch's current stream; each rank launches it alike.
+    """y = sum over ranks of x, plus residual, on torch's current stream. All ranks make the same launches in one order.
 
-    x and residual: contiguous, of one of DTYPES, of one shape and up to MOST_BYTES, a multiple of VECTOR. patience: how
-    often it looks for the others' parts before `failed` is set and y is unspecified; 0: for ever. Raises KernelError
-    for a refused launch.
+    x and residual: contiguous, of a dtype in DTYPES, of the same shape, of at most MOST_BYTES, a multiple of VECTOR
+    bytes. patience: how often a thread loads the values of the other ranks before it sets `failed` and y is
+    unspecified; 0: until they have arrived. Raises KernelError for a refused launch.
     """
     y = torch.empty_like(x)
     with on_device(x):

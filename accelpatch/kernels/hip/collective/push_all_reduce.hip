@@ -23,7 +23,7 @@ extern "C" int accelpatch_push_all_reduce(const PushArgs* args, int dtype, void*
     if (a.vectors < 1 || a.vectors > VECTORS * MOST_BLOCKS) return STATUS_SIZE;
     for (int r = 0; r < a.world; ++r)
         if (!a.memory[r] || !multiple_of_16(a.memory[r])) return STATUS_POINTER;
-    if (!a.slots || !a.failed || !a.x || !a.y) return STATUS_POINTER;
+    if (!a.slot_numbers || !a.failed || !a.x || !a.y) return STATUS_POINTER;
     if (!multiple_of_16(a.x) || !multiple_of_16(a.y) || !multiple_of_16(a.residual)) return STATUS_POINTER;
     const auto where = static_cast<GpuStream>(stream);
     return dtype == 0   ? launch<Bf16>(a, where)

@@ -75,7 +75,7 @@ struct ExpertPlan {
     int32_t chosen, experts;          // of a token; in the stack
     int32_t ids_are_64, weight_type;  // weight_type: of weights or logits: 0 float, 1 bf16, 2 fp16
     int32_t down, normalise, narrow;
-    int32_t lanes_shift;         // log2 of the lanes that find a logit's place
+    int32_t lanes_shift;         // log2 of the lanes that compute the rank of a logit
     int32_t blocks;              // of a token
     int32_t tiles, steps, sets;  // of an expert; sets of scales of a tile
     uint32_t tile_inverse, step_inverse;
