@@ -27,7 +27,7 @@ from accelpatch.patching.verify import UNITS, SiteErrors, format_error, units_ap
 @dataclass(frozen=True)
 class Run:
     """Outputs of one call: of the fused layer, of its modules, of the original; moved: of the modules for inputs that
-    are one rounding away, drawn by a seed; summed: tokens over which its attention sums."""
+    are one rounding away, drawn by a seed; summed: tokens over which its attention sums, 1 where they do not count."""
 
     fused: Tensor
     modules: Tensor
@@ -36,9 +36,9 @@ class Run:
     summed: int = 1
 
 
-#: Of float32, in which attention is summed: a sum of N numbers, one by one, is off by about sqrt(N) of these. torch's
-#: own attention over the 1,500 tokens of Whisper's encoder is, which is more than the bound of a layer in float32.
-HALF_ULP = 2**-24
+# The most by which one addition in float32, in which attention is summed, is off. N of them one after the other are off
+# by about sqrt(N) of it, which for the 1,500 tokens of Whisper's encoder is more than the bound of a layer in float32.
+ROUNDING = 2**-24
 
 RunsOf = Callable[[Any, Sequence[Call]], Iterable[Run]]
 
@@ -87,11 +87,11 @@ def check_laid_out(
 def errors_of(layer: LaidOutLayer[Any], runs: Iterable[Run], metric: str) -> SiteErrors:
     """The errors of a fused layer. kernel_error and kernel_bound are in units."""
     own, original, moved = list[Pair](), list[Pair](), [0.0]
-    dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.float32)
-    least = bound_of(layer, dtype)
+    least = bound_of(layer, next((p.dtype for p in layer.parameters() if p.is_floating_point()), torch.float32))
     with torch.no_grad():
         for run in runs:
-            least = max(least, 2 * math.sqrt(run.summed) * HALF_ULP / UNITS[dtype])  # either of the two may be off
+            # twice, since the fused layer and its modules may both be off
+            least = max(least, 2 * math.sqrt(run.summed) * ROUNDING / UNITS[run.modules.dtype])
             own.append((run.fused, run.modules))
             original += [(run.fused, one) for one in run.original]
             if units_apart(own[-1:]) > least:
